@@ -1,0 +1,59 @@
+"""The only module that touches JAX's private names. jax is pinned in pyproject.toml because of it.
+
+Everything here was checked against jax 0.11.2; another version fails at import rather than half-working.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+from jax._src import core, dispatch, source_info_util
+from jax._src.interpreters import mlir
+
+if jax.__version__ != "0.11.2":
+    raise ImportError(f"isojax is written against jax 0.11.2; found {jax.__version__}. Install jax==0.11.2 jaxlib==0.11.2")
+
+Literal = core.Literal
+ClosedJaxpr = core.ClosedJaxpr
+auto_insert_reshard = core.auto_insert_reshard
+PLATFORMS = {"cpu": "cpu", "cuda": "sm90"}  # XLA platform -> arch
+
+
+def new_primitive(name: str, abstract_eval: Any, run: Any) -> core.Primitive:
+    """One primitive with several results; `run(arch, *args, **statics)` is its body on each platform.
+
+    Lowered with inline=False: a model that calls a region forty times carries one copy of its kernel.
+    """
+    p = core.Primitive(name)
+    p.multiple_results = True
+    p.def_impl(partial(dispatch.apply_primitive, p))
+    p.def_abstract_eval(abstract_eval)
+    for platform, arch in PLATFORMS.items():
+        rule = mlir.lower_fun(partial(run, arch), multiple_results=True)
+        mlir.register_lowering(p, rule, platform=platform, inline=False)
+    return p
+
+
+def sub_jaxpr(eqn: Any, key: str) -> tuple[Any, Any]:
+    """(jaxpr, consts) of the jaxpr-valued parameter `key` of a call-like equation."""
+    sub = eqn.params[key]
+    return (sub.jaxpr, sub.consts) if isinstance(sub, core.ClosedJaxpr) else (sub, ())
+
+
+def func_source(jaxpr: Any) -> str:
+    """File and line where the traced function of a jaxpr was defined, or ''."""
+    info = getattr(jaxpr, "debug_info", None)
+    return (info.func_src_info or "") if info is not None else ""
+
+
+def user_frames(eqn: Any) -> list[Any]:
+    return list(source_info_util.user_frames(eqn.source_info.traceback))
+
+
+def literal_value(v: Any) -> Any:
+    """A literal's Python scalar (jax 0.11 keeps typed scalars)."""
+    import numpy as np
+
+    return np.asarray(v.val).item()

@@ -1,0 +1,117 @@
+"""Causal attention: preparation of q, k, v, and the softmax over a fixed KV partition.
+
+Keys and values travel as one array, [.., Hkv, 2 D]: a token's key, then its value, per KV head. An engine's cache is
+the same array in pages, [blocks, block, Hkv, 2 D].
+"""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.attn import reference, vjp
+from isojax.region import region
+from isojax.schedule import KV_PARTITION, KV_TILE
+from isojax.types import F32, I32, Real
+
+
+@region("attn.prep", version=1, rows=("qkv", "positions"), constants={"accumulate": "float32", "round": "once"}, outputs=2)
+def prep(
+    qkv: Real["T W"],
+    bias: Real["W"] | None,
+    q_norm: Real["D"] | None,
+    k_norm: Real["D"] | None,
+    rope: F32["P D"],
+    positions: I32["T"],
+    *,
+    kv_heads: int,
+    head_dim: int,
+    eps: float = 0.0,
+    zero_centered: bool = False,
+) -> tuple[Real["T Hq D"], Real["T Hkv 2D"]]:
+    """Packed qkv to rotated q and packed kv, in fp32 with one rounding at the end.
+
+    qkv: per KV head its q heads, its k, its v (Megatron's grouped order), W = (Hq + 2 Hkv) D.
+    bias: added first. q_norm, k_norm: RMS norm over D with `eps`, before the rotation.
+    rope: cos in the first D/2 columns, sin in the rest, one row per position (isojax.model.rope); the rotation is
+    GPT-NeoX's: halves, not pairs. positions: absolute, in [0, P).
+    """
+    ...
+
+
+@region(
+    "attn.core",
+    version=1,
+    rows=(),
+    constants={
+        "kv_partition": KV_PARTITION,
+        "kv_tile": KV_TILE,
+        "softmax": "online, base 2, fp32",
+        "probabilities": "rounded to the value dtype",
+        "fold": "partitions ascending",
+    },
+)
+def core(
+    q: Real["T Hq D"],
+    kv: Real["..."],
+    table: I32["R M"] | None,
+    cu_q: I32["R+1"],
+    lens: I32["R"],
+    work: I32["W 2"],
+    *,
+    scale: float,
+    tile: int,
+) -> tuple[Real["T HqD"], F32["T Hq"]]:
+    """Causal softmax attention of a packed batch (online softmax: Milakov and Gimelshein, arXiv 1805.02867).
+
+    Request r owns query rows cu_q[r] .. cu_q[r+1] and keys 0 .. lens[r]; its last query row sees every key.
+    kv: [T, Hkv, 2 D] where the keys are the batch's own (table None), or pages [N, B, Hkv, 2 D] read through `table`.
+    work: (request, first query row within the request) of each tile of `tile` query rows; request -1 is no work.
+    `tile` changes speed, never bits (isojax.pallas_kernels.attn.work makes the list).
+    Rows that no tile covers are unspecified. Residual output: log-sum-exp in base 2, [T, Hq].
+    """
+    ...
+
+
+@region("attn.prep_bwd", version=1, backward=True)
+def prep_bwd(
+    qkv: Real["T W"],
+    bias: Real["W"] | None,
+    q_norm: Real["D"] | None,
+    k_norm: Real["D"] | None,
+    rope: F32["P D"],
+    positions: I32["T"],
+    dq: Real["T Hq D"],
+    dkv: Real["T Hkv 2D"],
+    *,
+    kv_heads: int,
+    head_dim: int,
+    eps: float,
+    zero_centered: bool,
+) -> tuple[Real["T W"], ...]:
+    """Gradients of attn.prep: dqkv, then fp32 gradients of those of bias, q_norm, k_norm that are present."""
+    ...
+
+
+@region("attn.core_bwd", version=1, backward=True)
+def core_bwd(
+    q: Real["T Hq D"],
+    kv: Real["T Hkv 2D"],
+    cu_q: I32["R+1"],
+    out: Real["T HqD"],
+    lse: F32["T Hq"],
+    ct: Real["T HqD"],
+    *,
+    scale: float,
+) -> tuple[Real["T Hq D"], Real["T Hkv 2D"]]:
+    """Gradients of attn.core over the batch's own keys: dq, dkv (Dao, arXiv 2307.08691, section 3)."""
+    ...
+
+
+prep.reference(reference.prep)
+prep.vjp(vjp.prep)
+core.reference(reference.core, supports=reference.core_supports)
+core.vjp(vjp.core)
+prep_bwd.reference(reference.prep_bwd)
+prep_bwd.kernel("sm90", reference.prep_bwd, kind="xla")
+prep_bwd.outputs = 4
+core_bwd.reference(reference.core_bwd)
+core_bwd.kernel("sm90", reference.core_bwd, kind="xla")
+core_bwd.outputs = 2

@@ -1,0 +1,32 @@
+"""Work lists of attn.core: which tile of query rows each program computes. They change speed, never bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from isojax.schedule import ROW_TILE
+
+MMA_ROWS = 64  # rows of one warpgroup's MMA; grouped heads are packed into them
+
+
+def tile_rows(arch: str, group: int) -> int:
+    """Query rows in one tile. On sm90 the `group` query heads of a KV head share the 64 MMA rows."""
+    return ROW_TILE if arch == "cpu" else MMA_ROWS // group
+
+
+def capacity(tokens: int, requests: int, tile: int) -> int:
+    """Most tiles that `tokens` query rows in `requests` requests can need: the static length of a work list."""
+    return min(tokens, requests + tokens // tile)
+
+
+def work_list(query_lens: np.ndarray, tile: int, size: int) -> np.ndarray:
+    """[size, 2] int32: (request, first row) per tile, then (-1, 0). Raises ValueError where `size` is too small."""
+    tiles = -(-np.asarray(query_lens, np.int64) // tile)
+    total = int(tiles.sum())
+    if total > size:
+        raise ValueError(f"{total} attention tiles do not fit a work list of {size}")
+    out = np.tile(np.array([[-1, 0]], np.int32), (size, 1))
+    request = np.repeat(np.arange(len(tiles)), tiles)
+    first = np.arange(total) - np.repeat(np.cumsum(tiles) - tiles, tiles)
+    out[:total, 0], out[:total, 1] = request, first * tile
+    return out

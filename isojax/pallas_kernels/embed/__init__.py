@@ -1,0 +1,25 @@
+"""Token embedding: rows of a table."""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.embed import reference, vjp
+from isojax.region import region
+from isojax.types import F32, I32, Real
+
+
+@region("embed.lookup", version=1, rows=("tokens",))
+def lookup(table: Real["V D"], tokens: I32["T"]) -> Real["T D"]:
+    """table[tokens]. Tokens must lie in [0, V): callers check, since an out-of-range id has no right value."""
+    ...
+
+
+@region("embed.lookup_bwd", version=1, backward=True)
+def lookup_bwd(tokens: I32["T"], ct: Real["T D"], *, vocab: int) -> F32["V D"]:
+    """Gradient of the table: fp32, rows added in ascending token position."""
+    ...
+
+
+lookup.reference(reference.lookup)
+lookup.vjp(vjp.lookup)
+lookup_bwd.reference(reference.lookup_bwd)
+lookup_bwd.kernel("sm90", reference.lookup_bwd, kind="xla")

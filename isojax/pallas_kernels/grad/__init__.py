@@ -1,0 +1,17 @@
+"""Where gradients meet."""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.grad import reference
+from isojax.region import region
+from isojax.types import Real
+
+
+@region("grad.accumulate", version=1, backward=True, constants={"accumulate": "float32", "order": "operands, ascending"})
+def accumulate(*parts: Real["..."]) -> Real["..."]:
+    """Sum of the operands in fp32, in their order, rounded once to the first operand's dtype."""
+    ...
+
+
+accumulate.reference(reference.accumulate)
+accumulate.kernel("sm90", reference.accumulate, kind="xla")

@@ -1,0 +1,60 @@
+"""The language-model head: logits, and log-probabilities over a fixed cut of the vocabulary.
+
+The engine has logits (head.logprob_rows); the trainer has hidden states and never forms [T, V] (head.logprob). Both run
+one schedule: vocabulary leaves from the true vocabulary size, tiles of 128 logits within a leaf in ascending order, a
+balanced tree over the leaves.
+"""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.head import reference, vjp
+from isojax.region import region
+from isojax.schedule import LEAVES, VOCAB_TILE
+from isojax.types import F32, I32, Real
+
+_CONSTANTS = {"vocab_leaves": LEAVES, "vocab_tile": VOCAB_TILE, "temperature": "one fp32 multiply by 1/T", "base": 2}
+
+
+@region("head.logits", version=1, rows=("hidden",), constants={"chain": "ascending K, one fp32 accumulator"})
+def logits(hidden: Real["T D"], weight: Real["V D"]) -> F32["T V"]:
+    """hidden @ weight.T in fp32, not rounded."""
+    ...
+
+
+@region("head.logprob_rows", version=1, rows=("logits", "inv_temperature"), constants=_CONSTANTS)
+def logprob_rows(logits: F32["T V"], inv_temperature: F32["T"]) -> tuple[F32["T V"], F32["T"]]:
+    """log_softmax(logits * inv_temperature) over the whole vocabulary. Residual output: log-sum-exp (natural), [T]."""
+    ...
+
+
+@region("head.logprob", version=1, rows=("hidden", "targets", "inv_temperature"), constants=_CONSTANTS)
+def logprob(
+    hidden: Real["T D"], weight: Real["V D"], targets: I32["T"], inv_temperature: F32["T"], *, emit_logits: bool = False
+) -> tuple[F32["T"], ...]:
+    """Log-probability of each row's target token, without forming [T, V]: the bits of logits + logprob_rows + pick.
+
+    Residual outputs: log-sum-exp [T]; with `emit_logits` (full-vocabulary gates) also the fp32 logits [T, V].
+    """
+    ...
+
+
+@region("head.logprob_bwd", version=1, backward=True)
+def logprob_bwd(
+    hidden: Real["T D"],
+    weight: Real["V D"],
+    targets: I32["T"],
+    inv_temperature: F32["T"],
+    lse: F32["T"],
+    ct: F32["T"],
+) -> tuple[Real["T D"], F32["V D"]]:
+    """Gradients of head.logprob: dhidden (rounded once), dweight (fp32)."""
+    ...
+
+
+logits.reference(reference.logits)
+logprob_rows.reference(reference.logprob_rows)
+logprob.reference(reference.logprob)
+logprob.vjp(vjp.logprob)
+logprob_bwd.reference(reference.logprob_bwd)
+logprob_bwd.kernel("sm90", reference.logprob_bwd, kind="xla")
+logprob_bwd.outputs = 2

@@ -1,0 +1,51 @@
+"""Linear layers. Weights are [out, in], as Hugging Face and torch keep them."""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.linear import reference, vjp
+from isojax.region import region
+from isojax.schedule import LEAF_QUANTUM, LEAVES
+from isojax.types import F32, Real
+
+
+@region("linear.column", version=1, rows=("x",), constants={"chain": "ascending K, one fp32 accumulator"})
+def column(x: Real["T K"], weight: Real["N K"]) -> Real["T N"]:
+    """x @ weight.T: one ascending-K chain in fp32, rounded once."""
+    ...
+
+
+@region(
+    "linear.row",
+    version=1,
+    rows=("x",),
+    constants={"leaf_dtype": "float32", "tree": "balanced, lower leaf left", "leaf_quantum": LEAF_QUANTUM},
+)
+def row(x: Real["T K"], weight: Real["N K"], *, leaves: int = LEAVES) -> Real["T N"]:
+    """x @ weight.T with K in `leaves` equal contiguous parts: a chain each in fp32, a balanced tree, one rounding.
+
+    The tree is what makes tensor parallelism bit-exact: a rank owns a contiguous subtree. A leaf whose width is no
+    multiple of 16 is zero-padded to one. Raises Unsupported where K does not divide by `leaves`.
+    """
+    ...
+
+
+@region("linear.dgrad", version=1, backward=True)
+def dgrad(ct: Real["T N"], weight: Real["N K"]) -> Real["T K"]:
+    """ct @ weight: the gradient of a linear layer's input, fp32 chain, rounded once."""
+    ...
+
+
+@region("linear.wgrad", version=1, backward=True)
+def wgrad(ct: Real["T N"], x: Real["T K"]) -> F32["N K"]:
+    """ct.T @ x in fp32: the gradient of a linear layer's weight, not rounded."""
+    ...
+
+
+column.reference(reference.column)
+column.vjp(vjp.linear)
+row.reference(reference.row, supports=reference.row_supports)
+row.vjp(vjp.row)
+dgrad.reference(reference.dgrad)
+dgrad.kernel("sm90", reference.dgrad, kind="xla")
+wgrad.reference(reference.wgrad)
+wgrad.kernel("sm90", reference.wgrad, kind="xla")

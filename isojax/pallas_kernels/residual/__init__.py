@@ -1,0 +1,17 @@
+"""The residual stream."""
+
+from __future__ import annotations
+
+from isojax.pallas_kernels.residual import reference, vjp
+from isojax.region import region
+from isojax.types import Real
+
+
+@region("residual.add", version=1, rows=("x", "delta"), constants={"accumulate": "float32", "round": "once"})
+def add(x: Real["T D"], delta: Real["T D"]) -> Real["T D"]:
+    """x + delta in fp32, rounded once to x's dtype: the value at a layer's boundary."""
+    ...
+
+
+add.reference(reference.add)
+add.vjp(vjp.add)
