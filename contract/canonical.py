@@ -52,9 +52,8 @@ def decode_float(text: str) -> float:
     """The value of a bit pattern. Raises ValueError unless `text` is the one spelling of it."""
     match = _FLOAT_BITS.fullmatch(text)
     if match is None or len(match[2]) != _DIGITS[match[1]]:
-        raise ValueError(
-            f"{text!r} is not a float bit pattern: f64:0x with 16, f32:0x with 8 or bf16:0x with 4 lower-case hex digits"
-        )
+        spellings = "f64:0x with 16, f32:0x with 8 or bf16:0x with 4 lower-case hex digits"
+        raise ValueError(f"{text!r} is not a float bit pattern: {spellings}")
     bits = bytes.fromhex(match[2])
     if match[1] == "f64":
         return struct.unpack(">d", bits)[0]

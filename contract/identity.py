@@ -44,7 +44,7 @@ def numerical_policy(contract: Contract) -> str:
             for region, case, entry in contract.owners()
         ),
         pinned=_unordered(
-            [claim.axis, claim.degrees, claim.plan] for claim in contract.topology if claim.kind == "pinned"
+            [claim.axis, sorted(claim.degrees), claim.plan] for claim in contract.topology if claim.kind == "pinned"
         ),
     )
 
@@ -62,9 +62,7 @@ def document(contract: Contract) -> str:
 
 def arranged(contract: Contract) -> Contract:
     """The same contract in the order that `validate` asks for."""
-    entries = (
-        entry.evolve(cases=sorted(entry.cases), constants=entry.constants) for entry in contract.composition
-    )
+    entries = (entry.evolve(cases=sorted(entry.cases)) for entry in contract.composition)
     claims = (claim.evolve(degrees=sorted(claim.degrees)) for claim in contract.topology)
     states = (claim.evolve(invalidated_by=sorted(claim.invalidated_by)) for claim in contract.state)
     tolerances = (

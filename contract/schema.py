@@ -6,13 +6,14 @@ Types and spelling are checked here; what entries owe each other is checked in `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, StringConstraints
 
+from contract.canonical import INT_LIMIT
 from contract.frozen import Bounds, Constants, FrozenMap, Toolchain
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 
 CaseId = Literal["trainer_fwd", "trainer_score", "engine_prefill", "engine_decode", "jax_reference"]
 Role = Literal["trainer", "engine", "reference"]
@@ -56,7 +57,7 @@ class Implementation(Part):
     """What executes a region: a kernel (`sm90`) or its reference schedule (`cpu`)."""
 
     id: Label
-    version: Annotated[StrictInt, Field(ge=1)]
+    version: Annotated[StrictInt, Field(ge=1, le=INT_LIMIT)]
     arch: Arch
 
     def __str__(self) -> str:
@@ -105,7 +106,7 @@ class TopologyClaim(Part):
 
     axis: Axis
     kind: Literal["pinned", "invariant"]
-    degrees: tuple[Annotated[StrictInt, Field(ge=0)], ...]
+    degrees: tuple[Annotated[StrictInt, Field(ge=0, le=INT_LIMIT)], ...]
     domain: str | None = None
     proof: str | None = None
     plan: str | None = None

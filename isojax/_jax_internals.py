@@ -57,3 +57,10 @@ def literal_value(v: Any) -> Any:
     import numpy as np
 
     return np.asarray(v.val).item()
+
+
+def interpreting() -> bool:
+    """Whether kernels traced now run in Mosaic's GPU interpreter (plgpu.force_gpu_interpret_mode)."""
+    from jax._src import config
+
+    return config.pallas_tpu_interpret_mode_context_manager.value is not None

@@ -114,7 +114,6 @@ def _hopper() -> Any:
 def compile_sm90(fn: Callable[..., Any], *avals: Any) -> list[Resources]:
     """Compile fn(*avals) for sm_90a without a GPU and report every Mosaic kernel's registers and spills.
 
-    Runs in a child process, since the dump folder that carries ptxas's report is fixed at its first use.
     Raises: Unavailable without the CUDA plug-in and ptxas.
     """
     here = _hopper()
@@ -128,14 +127,14 @@ def compile_sm90(fn: Callable[..., Any], *avals: Any) -> list[Resources]:
             os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
             if old is not None:
                 os.environ["MOSAIC_GPU_DUMP_TO"] = old
-        return [_resources(p) for p in sorted(Path(folder).rglob("*.resources.txt"))]
+        return [_resources(p) for p in sorted(Path(folder).rglob("*.ptxas"))]
 
 
 def _resources(path: Path) -> Resources:
     text = path.read_text()
     number = lambda pattern: int(m.group(1)) if (m := re.search(pattern, text)) else -1
     return Resources(
-        path.name.removesuffix(".resources.txt"),
+        path.name.removesuffix(".ptxas"),
         number(r"Used (\d+) registers"),
         number(r"(\d+) bytes spill stores"),
         number(r"(\d+) bytes spill loads"),

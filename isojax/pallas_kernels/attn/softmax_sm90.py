@@ -1,0 +1,69 @@
+"""The softmax schedule of attn.core on one warpgroup's 64 rows: what every sm90 kernel of the region shares.
+
+Every product that feeds a sum is fenced, because LLVM would contract the pair to an FMA or not, depending on the code
+around it; the bits must not depend on which kernel a step is in. The reductions over the 64 keys run on one layout and
+one tile height everywhere (facts: the tree depends on both).
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from isojax.pallas_kernels.attn.reference import MASKED
+from isojax.schedule import KV_TILE, LOG2E
+
+ROWS = 64  # rows of one warpgroup's MMA
+f32 = jnp.float32
+TILE = plgpu.Layout.WGMMA
+ROW = TILE.reduce(1)
+
+State = tuple[jax.Array, jax.Array, jax.Array]  # m [64], l [64], acc [64, D]: fp32, in registers
+
+
+def fresh(head_dim: int) -> State:
+    """The state before any key."""
+    return (
+        plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), ROW),
+        plgpu.layout_cast(jnp.zeros((ROWS,), f32), ROW),
+        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), f32), TILE),
+    )
+
+
+def exact(x: jax.Array) -> jax.Array:
+    """x, rounded as written: nothing is contracted across this point."""
+    return lax.optimization_barrier(x)
+
+
+def spread(row: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """[64] -> [64, n]."""
+    return lax.broadcast_in_dim(row, shape, (0,))
+
+
+def weigh(scores: jax.Array, m: jax.Array, l: jax.Array, limit: jax.Array, *, scale: float):
+    """One tile of raw scores [64, 64] -> (m, l, alpha [64], p [64, 64]). limit [64]: last key in the tile that a row sees."""
+    s = exact(scores * (scale * LOG2E))
+    key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KV_TILE), 1, layout=TILE)
+    s = jnp.where(key <= spread(limit, (ROWS, KV_TILE)), s, -jnp.inf)
+    top = jnp.maximum(m, s.max(axis=1))
+    alpha, p = jnp.exp2(m - top), jnp.exp2(s - spread(top, (ROWS, KV_TILE)))
+    return top, exact(l * alpha) + p.sum(axis=1), alpha, p
+
+
+def fold(total: State, part: State) -> State:
+    """Add one finished partition to those before it."""
+    (big_m, big_l, big_acc), (m, l, acc) = total, part
+    top = jnp.maximum(big_m, m)
+    old, new = jnp.exp2(big_m - top), jnp.exp2(m - top)
+    wide_old, wide_new = spread(old, acc.shape), spread(new, acc.shape)
+    return top, exact(big_l * old) + exact(l * new), exact(big_acc * wide_old) + exact(acc * wide_new)
+
+
+def finish(total: State) -> tuple[jax.Array, jax.Array]:
+    """-> (out [64, D] bf16, log-sum-exp in base 2 [64])."""
+    m, l, acc = total
+    some = jnp.where(l > 0.0, l, 1.0)
+    inverse = jnp.where(l > 0.0, 1.0 / some, 0.0)
+    return (acc * spread(inverse, acc.shape)).astype(jnp.bfloat16), m + jnp.log2(some)
