@@ -5,12 +5,13 @@ Everything here was checked against jax 0.11.2; another version fails at import 
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
 from jax._src import core, dispatch, source_info_util
 from jax._src.interpreters import mlir
+from jax._src.lib import _jax
 
 if jax.__version__ != "0.11.2":
     raise ImportError(f"isojax is written against jax 0.11.2; found {jax.__version__}. Install jax==0.11.2 jaxlib==0.11.2")
@@ -64,3 +65,25 @@ def interpreting() -> bool:
     from jax._src import config
 
     return config.pallas_tpu_interpret_mode_context_manager.value is not None
+
+
+def array_of_capsule(capsule: Any) -> jax.Array:
+    """CPU array over a DLPack capsule's memory. jax.dlpack.from_dlpack does the same at ten times the cost."""
+    return _jax.dlpack_managed_tensor_to_buffer(capsule, cpu_device(), None, None, 1)
+
+
+def capsule_of_array(a: jax.Array) -> Any:
+    """DLPack capsule of a ready CPU array; it shares the memory and keeps it alive."""
+    return _jax.buffer_to_dlpack_managed_tensor(a)
+
+
+@cache
+def cpu_device() -> Any:
+    """The host's JAX device, also where the default backend is a GPU."""
+    return jax.local_devices(backend="cpu")[0]
+
+
+def scan_operands(params: Any, n: int) -> tuple[int, int]:
+    """(constants, carries) among the n operands of a scan equation; the rest are scanned over."""
+    consts, carry, _ = params["ft_in"].update([0] * n).unpack()
+    return len(list(consts)), len(list(carry))

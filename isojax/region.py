@@ -44,6 +44,13 @@ class Implementation:
     supports: Callable[..., None] | None = None
 
 
+class Call(NamedTuple):
+    """One call of a region by shapes: operands (ShapeDtypeStruct or None where absent) and statics."""
+
+    args: tuple[Any, ...]
+    statics: dict[str, Any]
+
+
 class Residuals(NamedTuple):
     """What a vjp receives: the region's operands (None where absent) and all of its outputs."""
 
@@ -83,6 +90,7 @@ class Region:
         self.rows = tuple(rows)
         self.impl: dict[str, Implementation] = {}
         self.backward: Callable[..., tuple[Any, ...]] | None = None
+        self.canonical: Callable[[], list[Call]] | None = None
         self.cases: Callable[..., Any] | None = None
         self.bench: Callable[..., Any] | None = None
         self.primitive = internals.new_primitive(name, self._abstract_eval, self._run)
@@ -109,6 +117,11 @@ class Region:
         """
         self.backward = fn
         self._callable.cache_clear()
+        return fn
+
+    def canonical_calls(self, fn: Callable[[], list[Call]]) -> Callable[[], list[Call]]:
+        """Set the calls whose lowered modules are hashed into a contract's artifact for this region."""
+        self.canonical = fn
         return fn
 
     def gate_cases(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -296,7 +309,10 @@ def load_shipped() -> None:
 
     for info in pkgutil.iter_modules(families.__path__):
         if info.ispkg:
-            importlib.import_module(f"{families.__name__}.{info.name}")
+            family = importlib.import_module(f"{families.__name__}.{info.name}")
+            for part in pkgutil.iter_modules(family.__path__):
+                if part.name in ("canonical", "gate", "bench"):
+                    importlib.import_module(f"{family.__name__}.{part.name}")
 
 
 def by_primitive(primitive: Any) -> Region | None:

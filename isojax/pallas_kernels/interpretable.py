@@ -1,6 +1,9 @@
 """Steps that Mosaic's GPU interpreter cannot run, each with its substitute. This is the whole list.
 
 accumulate   wgmma whose left operand is in registers; interpreted as a dot product of values.
+landing      TMA from any row of GMEM into a tile that wgmma reads: Mosaic cuts such a tile, and with it the TMA box,
+             into blocks of 8 rows, whose GMEM offset must be a multiple of 8. A second view of the same bytes has
+             blocks of one row. Interpreted as a copy into the tile itself (views are separate buffers there).
 
 On a GPU the real step runs; every substitute is rechecked there by the gates.
 """
@@ -13,6 +16,28 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
+
+
+_BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+
+
+def panels(*lead: int) -> plgpu.RefUnion:
+    """SMEM [*lead, 64, 64] bf16: panels of 64 columns for wgmma, filled by TMA from any row. See `views`.
+
+    A panel of 64 x 64 with 128-byte rows has the same bytes in blocks of 8 rows and of one row, which is why D = 128 takes
+    two panels. This leans on RefUnion's members starting at the same address (checked on a GPU by the gates).
+    """
+    shape = (*lead, 64, 64)
+    return plgpu.RefUnion(
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_8), plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_1)
+    )
+
+
+def views(union) -> tuple:
+    """(what wgmma and loads use, what TMA writes) of `panels`."""
+    tile, landing = union
+    return (tile, tile) if interpreting() else (tile, landing)
 
 
 def accumulate(acc: jax.Array, a: jax.Array, b) -> jax.Array:

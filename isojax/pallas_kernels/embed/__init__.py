@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.embed import reference, vjp
+from isojax.pallas_kernels.embed import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.types import F32, I32, Real
 
@@ -20,6 +20,7 @@ def lookup_bwd(tokens: I32["T"], ct: Real["T D"], *, vocab: int) -> F32["V D"]:
 
 
 lookup.reference(reference.lookup)
+lookup.kernel("sm90", kernel_sm90.lookup, supports=kernel_sm90.lookup_supports)
 lookup.vjp(vjp.lookup)
 lookup_bwd.reference(reference.lookup_bwd)
 lookup_bwd.kernel("sm90", reference.lookup_bwd, kind="xla")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.grad import reference
+from isojax.pallas_kernels.grad import kernel_sm90, reference
 from isojax.region import region
 from isojax.types import Real
 
@@ -14,4 +14,4 @@ def accumulate(*parts: Real["..."]) -> Real["..."]:
 
 
 accumulate.reference(reference.accumulate)
-accumulate.kernel("sm90", reference.accumulate, kind="xla")
+accumulate.kernel("sm90", kernel_sm90.accumulate, supports=kernel_sm90.accumulate_supports)

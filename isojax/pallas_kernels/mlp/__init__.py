@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.mlp import reference, vjp
+from isojax.pallas_kernels.mlp import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.types import Real
 
@@ -20,6 +20,7 @@ def swiglu_bwd(gate_up: Real["T 2F"], ct: Real["T F"]) -> Real["T 2F"]:
 
 
 swiglu.reference(reference.swiglu)
+swiglu.kernel("sm90", kernel_sm90.swiglu, supports=kernel_sm90.swiglu_supports)
 swiglu.vjp(vjp.swiglu)
 swiglu_bwd.reference(reference.swiglu_bwd)
 swiglu_bwd.kernel("sm90", reference.swiglu_bwd, kind="xla")

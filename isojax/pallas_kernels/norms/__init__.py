@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.norms import reference, vjp
+from isojax.pallas_kernels.norms import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.types import F32, Real
 
@@ -43,8 +43,10 @@ def add_rms_bwd(
 
 
 rms.reference(reference.rms)
+rms.kernel("sm90", kernel_sm90.rms, supports=kernel_sm90.rms_supports)
 rms.vjp(vjp.rms)
 add_rms.reference(reference.add_rms)
+add_rms.kernel("sm90", kernel_sm90.add_rms, supports=kernel_sm90.add_rms_supports)
 add_rms.vjp(vjp.add_rms)
 rms_bwd.reference(reference.rms_bwd)
 rms_bwd.kernel("sm90", reference.rms_bwd, kind="xla")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.residual import reference, vjp
+from isojax.pallas_kernels.residual import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.types import Real
 
@@ -14,4 +14,5 @@ def add(x: Real["T D"], delta: Real["T D"]) -> Real["T D"]:
 
 
 add.reference(reference.add)
+add.kernel("sm90", kernel_sm90.add, supports=kernel_sm90.add_supports)
 add.vjp(vjp.add)

@@ -1,0 +1,270 @@
+"""attn.core on Hopper. One warpgroup computes 64 MMA rows against one KV head.
+
+Two ways, the same bits (softmax_sm90 holds the arithmetic of both):
+- `whole`: a program walks all partitions of its rows and folds them as it goes.
+- `split`: for few rows with long contexts. Programs of one row share out the partitions and write each one's state;
+  a second kernel folds them in ascending order.
+Which one runs follows from shapes alone: `split` where tile is 1, a request may span several partitions, and the
+programs would not fill the GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from isojax.errors import Unsupported
+from isojax.pallas_kernels.attn import tiles_sm90 as tiles
+from isojax.pallas_kernels.attn.reference import core_supports
+from isojax.pallas_kernels.attn.softmax_sm90 import ROW, ROWS, TILE, State, finish, fold, fresh, spread, weigh
+from isojax.pallas_kernels.attn.tiles_sm90 import Rows, Shape
+from isojax.pallas_kernels.interpretable import accumulate
+from isojax.schedule import KV_PARTITION, KV_TILE
+
+STAGES = 2  # tiles of keys and of values in flight
+FULL_GPU = 4 * 132  # programs that keep an H200 busy; decode splits requests until there are about so many
+TILES = (1, 8, 16, 32, 64)
+STEPS = KV_PARTITION // KV_TILE
+i32, f32 = jnp.int32, jnp.float32
+PARAMS = plgpu.CompilerParams(approx_math=True)  # exp2 and log2 are one instruction each
+
+
+def supports(q, kv, table, cu_q, lens, work, *, scale, tile):
+    core_supports(q, kv, table, cu_q, lens, work, scale=scale, tile=tile)
+    t, heads, d = q.shape
+    refuse = functools.partial(Unsupported, "attn.core")
+    if q.dtype != jnp.bfloat16 or kv.dtype != jnp.bfloat16:
+        raise refuse(f"q {q.dtype}, kv {kv.dtype}", "bfloat16 on sm90", "cast the model, or use arch cpu")
+    if d not in (64, 128):
+        raise refuse(f"head size {d}", "64, 128", "use arch cpu")
+    if tile not in TILES:
+        raise refuse(f"tile {tile}", str(TILES), "take it from attn.work.tile_rows('sm90', group)")
+    if table is not None and kv.shape[1] % 8:
+        raise refuse(f"pages of {kv.shape[1]} tokens", "16, 32, 64, 128, ...", "change block_size")
+    least = max(tile, KV_TILE if table is None else 1, -(-tiles.DECODE_HEADS // heads) if tile == 1 else 1)
+    if t < least:
+        raise refuse(f"{t} query rows", f"at least {least} here", "pad the batch")
+
+
+def core(q, kv, table, cu_q, lens, work, *, scale, tile):
+    s = shape_of(q, kv, table, work, tile)
+    return attend(q, kv, table, cu_q, lens, work, scale=scale, shape=s, splits=splits_of(s))
+
+
+def shape_of(q, kv, table, work, tile: int) -> Shape:
+    t, heads, d = q.shape
+    page = 0 if table is None else kv.shape[1]
+    return Shape(t, heads, kv.shape[-2], d, tile, page, t if table is None else table.shape[1] * page, work.shape[0])
+
+
+def splits_of(s: Shape) -> int:
+    """Programs that share one row's partitions; 1 where a program walks them all."""
+    if s.tile != 1:
+        return 1
+    return max(1, min(s.partitions, -(-FULL_GPU // (s.items * s.blocks))))
+
+
+def attend(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, splits: int):
+    """-> out [T, Hq D], lse [T, Hq]; `splits` > 1 takes the split way, whose bits are the same."""
+    out_type = (
+        jax.ShapeDtypeStruct((shape.tokens, shape.q_heads * shape.head_dim), q.dtype),
+        jax.ShapeDtypeStruct((shape.tokens, shape.q_heads), f32),
+    )
+    operands = (q, kv, cu_q, lens, work) if table is None else (q, kv, cu_q, lens, work, table)
+    if splits == 1:
+        return _whole(shape, scale, out_type)(*operands)
+    states = _partials(shape, scale, splits)(*operands)
+    return _folded(shape, out_type)(*states, cu_q, lens, work)
+
+
+# -- one partition ------------------------------------------------------------------------------------------------------
+class Walk:
+    """Walks the KV tiles [begin, end) of one program's rows, STAGES copies ahead."""
+
+    def __init__(self, rows: Rows, scale: float, kv, table, smem, barriers, end: jax.Array):
+        self.rows, self.scale, self.kv, self.table, self.end = rows, scale, kv, table, end
+        self.smem, self.barriers = smem, barriers  # (keys, values), each STAGES deep
+
+    def fetch(self, half: int, j) -> None:
+        @pl.when(j < self.end)
+        def _():
+            slot = lax.rem(j, i32(STAGES))
+            smem, barrier = self.smem[half].at[slot], self.barriers[half].at[slot]
+            tiles.fetch_kv(self.rows, self.kv, self.table, j, half, smem, barrier)
+
+    def start(self, begin) -> None:
+        for i in range(STAGES):
+            self.fetch(0, begin + i)
+            self.fetch(1, begin + i)
+
+    def step(self, q_smem, limits, j, state: State) -> State:
+        m, l, acc = state
+        slot = lax.rem(j, i32(STAGES))
+        (k_smem, v_smem), (k_ready, v_ready) = self.smem, self.barriers
+        plgpu.barrier_wait(k_ready.at[slot])
+
+        def qk(ref):
+            plgpu.wgmma(ref, q_smem, k_smem.at[slot].T)
+            return ref[...]
+
+        scores = pl.run_scoped(qk, plgpu.ACC((ROWS, KV_TILE), f32))
+        self.fetch(0, j + STAGES)
+        m, l, alpha, p = weigh(scores, m, l, limits - j * KV_TILE, scale=self.scale)
+        acc = acc * spread(alpha, acc.shape)
+        plgpu.barrier_wait(v_ready.at[slot])
+        tiles.clear_past_end(v_smem.at[slot], self.rows.length - j * KV_TILE)
+        acc = accumulate(acc, p.astype(jnp.bfloat16), v_smem.at[slot])
+        self.fetch(1, j + STAGES)
+        return m, l, acc
+
+    def partition(self, q_smem, limits, p) -> State:
+        """The state of partition p alone."""
+        first, last = p * STEPS, lax.min((p + 1) * STEPS, self.rows.kv_tiles)
+        step = functools.partial(self.step, q_smem, limits)
+        return lax.fori_loop(first, last, step, fresh(self.rows.shape.head_dim))
+
+
+def _scratch(s: Shape) -> dict:
+    ready = plgpu.Barrier(num_arrivals=tiles.kv_chunks(s), num_barriers=STAGES)
+    return dict(
+        q_smem=tiles.tile_smem(head_dim=s.head_dim),
+        k_smem=tiles.tile_smem(STAGES, head_dim=s.head_dim),
+        v_smem=tiles.tile_smem(STAGES, head_dim=s.head_dim),
+        q_ready=plgpu.Barrier(num_arrivals=tiles.q_arrivals(s)),
+        k_ready=ready,
+        v_ready=ready,
+    )
+
+
+def _results(s: Shape) -> dict:
+    return dict(out_smem=plgpu.SMEM((ROWS, s.head_dim), jnp.bfloat16), lse_smem=plgpu.SMEM((ROWS,), f32))
+
+
+def _whole(s: Shape, scale: float, out_type):
+    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, out_smem, lse_smem):
+        *table, out, lse = rest
+        item, block = lax.axis_index("item"), lax.axis_index("block")
+
+        @pl.when(work[item, 0] >= 0)
+        def _():
+            rows = tiles.locate(s, cu_q, lens, work, item, block)
+            walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), rows.kv_tiles)
+            tiles.fetch_q(rows, q, q_smem, q_ready)
+            walk.start(i32(0))
+            plgpu.barrier_wait(q_ready)
+            limits = rows.limits()
+            count = lax.div(rows.kv_tiles + (STEPS - 1), i32(STEPS))
+            each = lambda p, total: fold(total, walk.partition(q_smem, limits, p))
+            total = lax.fori_loop(0, count, each, fresh(s.head_dim))
+            tiles.store(rows, *finish(total), out, lse, out_smem, lse_smem)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(s.items, s.blocks),
+        grid_names=("item", "block"),
+        scratch_types=_scratch(s) | _results(s),
+        compiler_params=PARAMS,
+    )
+
+
+# -- partitions side by side --------------------------------------------------------------------------------------------
+def _partials(s: Shape, scale: float, splits: int):
+    """-> per (item, block, partition): acc [8, D] and (m, l) [2, 64], fp32. Partitions past the end are not written."""
+    heads, d = tiles.DECODE_HEADS, s.head_dim
+    lead = (s.items, s.blocks, s.partitions)
+
+    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, acc_smem, ml_smem):
+        *table, accs, mls = rest
+        item, block, split = (lax.axis_index(name) for name in ("item", "block", "split"))
+
+        @pl.when(work[item, 0] >= 0)
+        def _():
+            rows = tiles.locate(s, cu_q, lens, work, item, block)
+            count = lax.div(rows.kv_tiles + (STEPS - 1), i32(STEPS))
+
+            @pl.when(split < count)
+            def _():
+                tiles.fetch_q(rows, q, q_smem, q_ready)
+                plgpu.barrier_wait(q_ready)
+                limits = rows.limits()
+
+                @pl.loop(0, lax.div(count - split + (splits - 1), i32(splits)))
+                def _(n):
+                    p = split + n * splits
+                    end = lax.min((p + 1) * STEPS, rows.kv_tiles)
+                    walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), end)
+                    walk.start(p * STEPS)
+                    m, l, acc = walk.partition(q_smem, limits, p)
+                    acc_smem[...] = acc
+                    ml_smem[0] = m
+                    ml_smem[1] = l
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, heads)], accs.at[item, block, p])
+                    plgpu.copy_smem_to_gmem(ml_smem, mls.at[item, block, p])
+                    plgpu.wait_smem_to_gmem(0)
+
+    return plgpu.kernel(
+        body,
+        out_type=(jax.ShapeDtypeStruct((*lead, heads, d), f32), jax.ShapeDtypeStruct((*lead, 2, ROWS), f32)),
+        grid=(s.items, s.blocks, splits),
+        grid_names=("item", "block", "split"),
+        scratch_types=_scratch(s) | dict(acc_smem=plgpu.SMEM((ROWS, d), f32), ml_smem=plgpu.SMEM((2, ROWS), f32)),
+        compiler_params=PARAMS,
+    )
+
+
+def _folded(s: Shape, out_type):
+    """Fold the partitions of every (item, block) in ascending order and finish its rows."""
+    heads, d = tiles.DECODE_HEADS, s.head_dim
+
+    def body(accs, mls, cu_q, lens, work, out, lse, acc_smem, ml_smem, ready, out_smem, lse_smem):
+        item, block = lax.axis_index("item"), lax.axis_index("block")
+
+        @pl.when(work[item, 0] >= 0)
+        def _():
+            rows = tiles.locate(s, cu_q, lens, work, item, block)
+            count = lax.div(rows.kv_tiles + (STEPS - 1), i32(STEPS))
+
+            def fetch(p):
+                @pl.when(p < count)
+                def _():
+                    slot = lax.rem(p, i32(STAGES))
+                    into = acc_smem.at[slot, pl.ds(0, heads)]
+                    plgpu.copy_gmem_to_smem(accs.at[item, block, p], into, ready.at[slot])
+                    plgpu.copy_gmem_to_smem(mls.at[item, block, p], ml_smem.at[slot], ready.at[slot])
+
+            for i in range(STAGES):
+                fetch(i32(i))
+
+            def each(p, total):
+                slot = lax.rem(p, i32(STAGES))
+                plgpu.barrier_wait(ready.at[slot])
+                m = plgpu.load(ml_smem.at[slot, 0], layout=ROW)
+                l = plgpu.load(ml_smem.at[slot, 1], layout=ROW)
+                acc = plgpu.load(acc_smem.at[slot], layout=TILE, optimized=False)
+                plgpu.commit_smem()
+                fetch(p + STAGES)
+                return fold(total, (m, l, acc))
+
+            total = lax.fori_loop(0, count, each, fresh(d))
+            tiles.store(rows, *finish(total), out, lse, out_smem, lse_smem)
+
+    return plgpu.kernel(
+        body,
+        out_type=out_type,
+        grid=(s.items, s.blocks),
+        grid_names=("item", "block"),
+        scratch_types=dict(
+            acc_smem=plgpu.SMEM((STAGES, ROWS, d), f32),
+            ml_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
+            ready=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            **_results(s),
+        ),
+        compiler_params=PARAMS,
+    )

@@ -1,0 +1,238 @@
+"""The sm90 matrix product that the linear and head families share: x [T, K] @ w[N, K].T, as chains in ascending K.
+
+A persistent, warp-specialised kernel (the plan of JAX's own hopper_matmul_mgpu and of CUTLASS's pingpong kernels): one
+producer warpgroup streams tiles of x and w through a ring in shared memory by TMA, consumer warpgroups run wgmma. The
+ring runs on across work items, so that the producer fetches the next item while the consumers finish the last one.
+
+Numerics: a leaf is one fp32 accumulator over ascending K; leaves are added by a balanced tree, lower leaf on the left,
+on chip. Tiles past the edge of T, N or K read zeros (TMA) and are clipped when stored; zeros after the end of a chain
+are exact no-ops.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from isojax.pallas_kernels.linear.tiles import SMS, Tiles
+
+PRODUCER_REGISTERS = 40
+
+
+class Item(NamedTuple):
+    """One work item: the first row of x, the first row of w and the first column of both."""
+
+    row: Any
+    col: Any
+    depth: Any
+
+
+class Scratch(NamedTuple):
+    """Shared memory of one block, as kernel scratch: see `scratch`."""
+
+    x: Any  # [stages, rows, k]
+    w: Any  # [stages, cols, k]
+    full: Any  # a stage is filled
+    free: Any  # a stage may be overwritten
+    stage: Any  # [warpgroups, 2, 64, chunk]: output on its way to TMA; absent where nothing is stored
+    park: Any  # [levels, warpgroups, m, n] fp32: upper levels of the tree; absent where registers suffice
+
+
+def tiled(cols: int, dtype: Any) -> tuple[Any, ...]:
+    """Transforms that store a [.., rows, cols] buffer as wgmma and TMA want it: 8-row tiles, widest swizzle."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(cols * size * 8)
+    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+
+
+def chunk(n: int, dtype: Any) -> int:
+    """Columns stored at a time: 128 bytes, or the widest power of two that divides n."""
+    widest = 128 // jnp.dtype(dtype).itemsize
+    return min(widest, n & -n)
+
+
+def scratch(t: Tiles, leaves: int, out_dtype: Any | None) -> Scratch:
+    """The scratch types of a product with these tiles, in the order of Scratch's fields; None where absent."""
+    groups, stage, park, used = t.warpgroups, None, None, 0
+    if out_dtype is not None:
+        wide = chunk(t.n, out_dtype)
+        stage = plgpu.SMEM((groups, 2, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
+        used += groups * 2 * 64 * wide * jnp.dtype(out_dtype).itemsize
+    if levels := t.parked(leaves):
+        park = plgpu.SMEM((levels, groups, t.m, t.n), jnp.float32, transforms=tiled(t.n, jnp.float32))
+        used += levels * groups * t.m * t.n * 4
+    stages = t.stages(used)
+    if stages < 2:
+        raise ValueError(f"{t} leaves no room for two pipeline stages in shared memory")
+    ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=tiled(t.k, jnp.bfloat16))
+    if t.cluster == 1:
+        free = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
+    else:
+        free = plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=groups, num_barriers=stages)
+    return Scratch(
+        ring((stages, t.rows, t.k)),
+        ring((stages, t.cols, t.k)),
+        plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        free,
+        stage,
+        park,
+    )
+
+
+def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Scratch) -> Callable[..., Any]:
+    """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch)."""
+    present = {k: v for k, v in s._asdict().items() if v is not None}
+    absent = dict.fromkeys(s._fields)
+
+    def with_scratch(*refs: Any, **kw: Any) -> None:
+        body(*refs, Scratch(**{**absent, **kw}))
+
+    cluster = dict(cluster=(t.cluster,), cluster_names=("peer",)) if t.cluster > 1 else {}
+    return plgpu.kernel(
+        with_scratch,
+        out_type=out_type,
+        scratch_types=present,
+        grid=(min(items, SMS // t.cluster),),
+        grid_names=("block",),
+        num_threads=t.warpgroups + 1,
+        thread_name="wg",
+        **cluster,
+    )
+
+
+def snake(t: Tiles, rows: int, cols: int) -> tuple[int, Callable[[Any], tuple[Any, Any]]]:
+    """(work items, item -> (block row, block column)) over a [rows, cols] grid of block tiles, in L2-friendly order.
+
+    In a cluster one item is that many neighbouring tiles, and each block takes its own.
+    """
+    if t.cluster > 1:
+        rows, cols = (rows, -(-cols // t.cluster)) if t.shared == "x" else (-(-rows // t.cluster), cols)
+
+    def locate(i: Any) -> tuple[Any, Any]:
+        r, c = plgpu.planar_snake(i, (rows, cols), 1, t.snake)
+        if t.cluster > 1:
+            peer = lax.axis_index("peer")
+            r, c = (r, c * t.cluster + peer) if t.shared == "x" else (r * t.cluster + peer, c)
+        return r, c
+
+    return rows * cols, locate
+
+
+def product(
+    x: Any,
+    w: Any,
+    s: Scratch,
+    t: Tiles,
+    *,
+    items: int,
+    locate: Callable[[Any], Item],
+    steps: int,
+    leaves: int,
+    finish: Callable[[Any, Any, Any, jax.Array], None],
+) -> None:
+    """Run work items: `leaves` chains of `steps` steps each, from locate(item), then finish.
+
+    finish(item, row, col, total): called in each consumer warpgroup with its [m, n] fp32 total and where that starts in
+    the output.
+    """
+    stages = s.x.shape[0]
+    every = steps * leaves  # ring steps of an item
+    wg = lax.axis_index("wg")
+
+    def share(operand: str) -> Any:
+        return ("peer",) if t.cluster > 1 and t.shared == operand else None
+
+    @pl.when(wg == t.warpgroups)
+    def _produce():
+        if t.warpgroups > 1:
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
+
+        @plgpu.nd_loop((items,), collective_axes="block")
+        def _item(info):
+            at = locate(info.index[0])
+
+            def load(i, _):
+                slot = lax.rem(info.local_index * every + i, stages)
+                plgpu.barrier_wait(s.free.at[slot])
+                k = pl.ds(at.depth + i * t.k, t.k)
+                copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=s.full.at[slot])
+                copy(x.at[pl.ds(at.row, t.rows), k], s.x.at[slot], collective_axes=share("x"))
+                copy(w.at[pl.ds(at.col, t.cols), k], s.w.at[slot], collective_axes=share("w"))
+
+            lax.fori_loop(0, every, load, None)
+
+        # Wait until every stage was read, here and in the cluster: no block may leave while peers still write to it.
+        for i in range(stages):
+            plgpu.barrier_wait(s.free.at[i])
+
+    @pl.when(wg < t.warpgroups)
+    def _consume():
+        if t.warpgroups > 1:
+            most = min(256, (512 - PRODUCER_REGISTERS) // t.warpgroups // 8 * 8)
+            plgpu.set_max_registers(most, action="increase")
+        down, right = wg // t.groups[1], lax.rem(wg, t.groups[1])
+        for i in range(stages):  # all stages begin free
+            plgpu.barrier_arrive(s.free.at[i])
+
+        @plgpu.nd_loop((items,), collective_axes="block")
+        def _item(info):
+            at = locate(info.index[0])
+
+            def chain(leaf: int) -> jax.Array:
+                first = info.local_index * every + leaf * steps
+
+                def run(acc):
+                    def mma(i):
+                        slot = lax.rem(first + i, stages)
+                        plgpu.barrier_wait(s.full.at[slot])
+                        a = s.x.at[slot, pl.ds(down * t.m, t.m)]
+                        b = s.w.at[slot, pl.ds(right * t.n, t.n)]
+                        plgpu.wgmma(acc, a, b.T)
+
+                    def step(i, _):
+                        mma(i)
+                        plgpu.wgmma_wait(1)  # the one before this is done: its stage is free
+                        plgpu.barrier_arrive(s.free.at[lax.rem(first + i - 1, stages)])
+
+                    mma(0)
+                    lax.fori_loop(1, steps, step, None)
+                    value = acc[...]  # waits for all
+                    plgpu.barrier_arrive(s.free.at[lax.rem(first + steps - 1, stages)])
+                    return value
+
+                return pl.run_scoped(run, plgpu.ACC((t.m, t.n), jnp.float32))
+
+            def add(low: int, count: int, level: int) -> jax.Array:
+                if count == 1:
+                    return chain(low)
+                left = add(low, count // 2, level + 1)
+                if parks := level < t.parked(leaves):
+                    s.park[level, wg] = left
+                right_ = add(low + count // 2, count // 2, level + 1)
+                return (s.park[level, wg] if parks else left) + right_
+
+            finish(at, at.row + down * t.m, at.col + right * t.n, add(0, leaves, 0))
+
+        plgpu.wait_smem_to_gmem(0)
+
+
+def store(out: Any, s: Scratch, row: Any, col: Any, value: jax.Array) -> None:
+    """Round value [m, n] to out's dtype and write it to out[row:, col:], 64 rows of a chunk at a time, by TMA."""
+    wg = lax.axis_index("wg")
+    m, n = value.shape
+    wide = s.stage.shape[-1]
+    value = value.astype(out.dtype)
+    parts = [(i, j) for i in range(0, m, 64) for j in range(0, n, wide)]
+    for slot, (i, j) in enumerate(parts):
+        buffer = s.stage.at[wg, slot % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before last has read this buffer
+        buffer[...] = value[i : i + 64, j : j + wide]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row + i, 64), pl.ds(col + j, wide)])

@@ -1,0 +1,90 @@
+"""Tile shapes of the sm90 matrix products, chosen by shape.
+
+Nothing here changes a bit of any result (design rule 2: on Hopper a chain in ascending K gives the same bits whatever
+the tile, the pipeline depth and the warpgroups; `isojax gate` rechecks it on each GPU kind). So all of it is free to
+tune, per shape, and stays out of the contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+SMS = 132  # streaming multiprocessors of an H100 SXM or H200; a part with fewer just takes more waves
+SMEM = 227 * 1024  # bytes of shared memory that one block can have
+SLACK = 3 * 1024  # barriers and alignment
+REGISTERS = 200  # fp32 accumulators that a consumer thread can hold next to its addresses, without spilling
+MAX_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one product is cut: out [T, N] in block tiles of [rows, cols], K in steps of k.
+
+    m, n: one consumer warpgroup's accumulator. groups: consumer warpgroups along M and N. cluster: blocks that share one
+    operand by multicast, neighbours along N where `shared` is 'x', along M where it is 'w'. snake: block tiles side by
+    side in the order of work, for locality in L2. split: each leaf of K is a work item of its own, its fp32 partial goes
+    through memory and a second kernel adds the tree.
+    """
+
+    m: int
+    n: int
+    k: int
+    groups: tuple[int, int]
+    cluster: int = 1
+    shared: str = "x"
+    snake: int = 8
+    split: bool = False
+
+    @property
+    def rows(self) -> int:
+        return self.m * self.groups[0]
+
+    @property
+    def cols(self) -> int:
+        return self.n * self.groups[1]
+
+    @property
+    def warpgroups(self) -> int:
+        return self.groups[0] * self.groups[1]
+
+    def parked(self, leaves: int) -> int:
+        """Levels of a tree over `leaves` leaves that wait in shared memory, the topmost; the others are registers."""
+        levels = leaves.bit_length() - 1
+        return max(0, levels - (REGISTERS // (self.m * self.n // 128) - 1))
+
+    def stages(self, other_bytes: int) -> int:
+        """Pipeline depth that fits next to `other_bytes` of shared memory."""
+        return min(MAX_STAGES, (SMEM - SLACK - other_bytes) // ((self.rows + self.cols) * self.k * 2))
+
+
+def step(width: int) -> int:
+    """Columns of one pipeline step: the widest of 64, 32, 16 that divides a leaf of this width; 0 where none does."""
+    return next((k for k in (64, 32, 16) if width % k == 0), 0)
+
+
+def one_wave(t: int, n: int, rows: int) -> int:
+    """Columns of a block tile such that all SMs have one of these tiles, as evenly as multiples of 16 allow."""
+    return min(256, max(16, -(-n * -(-t // rows) // SMS // 16) * 16))
+
+
+def for_column(t: int, n: int, k: int) -> Tiles:
+    """Tiles of a single chain over K: x [t, k], weight [n, k]."""
+    del k
+    if t <= 256:
+        # Weights are streamed once: fewer, taller tiles waste no bandwidth on x, narrow ones keep every SM busy.
+        rows = 64 if t <= 64 else 128
+        cols = one_wave(t, n, rows)
+        return Tiles(64, cols, 64, (rows // 64, 1))
+    if t * n >= 256 * 128 * SMS:
+        return Tiles(128, 128, 64, (2, 1))
+    return Tiles(64, 128, 64, (2, 1))
+
+
+def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
+    """Tiles of `leaves` chains and their tree. k / leaves must be a multiple of 16."""
+    deep = step(k // leaves)
+    if t <= 256:
+        # One block a leaf: the tree costs a second kernel over `leaves` fp32 partials, which stay in L2.
+        rows = 64 if t <= 64 else 128
+        return Tiles(64, min(128, one_wave(t, n * leaves, rows)), deep, (rows // 64, 1), split=True)
+    return Tiles(64, 128, deep, (2, 1))

@@ -1,0 +1,39 @@
+"""Hopper kernel of the feed-forward activation: one warpgroup per strip of a row."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from isojax.pallas_kernels.strips import Strip, check_rows, load, store, strips
+from isojax.schedule import LOG2E
+
+f32 = jnp.float32
+WIDEST = 2048  # elements of a strip: 32 bytes of gate and of up in flight per thread
+
+
+def swiglu_supports(gate_up):
+    # half a row is where `up` starts, so that it has to be a multiple of 8 as well
+    check_rows("mlp.swiglu", gate_up, columns=gate_up.shape[1] // 2, widest=65536)
+
+
+def _silu(x):
+    # Mosaic divides approximately (div.full), by the same instruction for every element
+    return x * (1.0 / (1.0 + jnp.exp2(x * -LOG2E)))
+
+
+def swiglu(gate_up):
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    cut = strips(columns, gate_up.dtype, WIDEST)
+
+    def mlp_swiglu(gate_up, out):
+        t = lax.axis_index("row")
+        for s in cut:
+            gate = load(gate_up.at[t], s).astype(f32)
+            up = load(gate_up.at[t], Strip(columns + s.start, s.width, s.vec)).astype(f32)
+            store(out.at[t], s, (_silu(gate) * up).astype(out.dtype))
+
+    out = jax.ShapeDtypeStruct((rows, columns), gate_up.dtype)
+    return plgpu.kernel(mlp_swiglu, out_type=out, grid=(rows,), grid_names=("row",))(gate_up)
