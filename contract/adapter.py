@@ -99,7 +99,8 @@ class Adapter:
 
         `deployment` may differ, for it cannot change bits. Raises AdapterRefusal if `semantic` or `numerical_policy`
         differ, if nothing is installed here (stored digests alone prove nothing about the live runtime), or if the
-        other side is this same runtime.
+        other side is this same runtime. Comparing both ledgers, region by region, comes on top of this once both
+        sides have launched.
         """
         findings = []
         if not self._installed:

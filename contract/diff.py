@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, count
 from typing import Any, Literal
 
 from contract.canonical import canonical_bytes
+from contract.identity import arranged
 from contract.schema import Contract
 
 IdentityName = Literal["semantic", "numerical_policy", "deployment"]
@@ -69,12 +71,8 @@ _DEPLOYMENT: _Moves = ("deployment",)
 
 def _fields(contract: Contract) -> dict[str, tuple[Any, _Moves]]:
     fields: dict[str, tuple[Any, _Moves]] = {}
-    for path, value, moves in _walk(contract):
-        name, copy = path, 1
-        while name in fields:  # only an invalid contract says a thing twice
-            copy += 1
-            name = f"{path}#{copy}"
-        fields[name] = value, moves
+    for path, value, moves in _walk(arranged(contract)):
+        fields[_numbered(path, fields)] = value, moves
     return fields
 
 
@@ -82,31 +80,43 @@ def _walk(contract: Contract) -> Iterator[tuple[str, Any, _Moves]]:
     yield "name", contract.name, ()
     yield "model_family", contract.model_family, _SEMANTIC
     yield "arch", contract.arch, _POLICY
-    for case in sorted(contract.cases, key=_order):
+    for case in contract.cases:
         yield f"cases/{case.id}", case.plain(), _SEMANTIC
     for region in contract.regions:
         yield f"regions/{region}", region, _SEMANTIC
-    for region, case, entry in sorted(contract.owners(), key=lambda owned: (owned[0], owned[1], _order(owned[2]))):
-        path = f"composition/{region}/{case}"
-        for field, value in entry.impl.plain().items():
-            yield f"{path}/impl/{field}", value, _POLICY
-        for key, value in entry.constants.plain().items():
-            yield f"{path}/constants/{_escape(key)}", value, _POLICY
-        yield f"{path}/artifact", entry.artifact, _POLICY
-        yield f"{path}/route", entry.route, ()
-        yield f"{path}/discharge", entry.discharge and entry.discharge.plain(), ()
-    for claim in sorted(contract.topology, key=_order):
+    yield from _owners(contract)
+    for claim in contract.topology:
         for field, value in claim.plain().items():
             # Only a pinned claim is part of the arithmetic: its one degree and its plan.
             decides = claim.kind == "pinned" and field in ("kind", "degrees", "plan")
             yield f"topology/{claim.axis}/{field}", value, _POLICY if decides else ()
-    for claim in sorted(contract.state, key=_order):
+    for claim in contract.state:
         yield f"state/{claim.state_id}", claim.plain(), ()
-    for claim in sorted(contract.tolerance, key=_order):
+    for claim in contract.tolerance:
         yield f"tolerance/{'|'.join(claim.case_pair)}", claim.plain(), ()
     for package, version in contract.toolchain.items():
         yield f"toolchain/{_escape(package)}", version, _POLICY
     yield from _leaves("deployment", contract.deployment.plain())
+
+
+def _owners(contract: Contract) -> Iterator[tuple[str, Any, _Moves]]:
+    singles = [(region, case, entry.evolve(cases=(case,)).plain()) for region, case, entry in contract.owners()]
+    seen: set[str] = set()
+    for region, case, entry in sorted(singles, key=lambda single: (single[0], single[1], canonical_bytes(single[2]))):
+        path = _numbered(f"composition/{region}/{case}", seen)
+        seen.add(path)
+        for field, value in entry["impl"].items():
+            yield f"{path}/impl/{field}", value, _POLICY
+        for key, value in entry["constants"].items():
+            yield f"{path}/constants/{_escape(key)}", value, _POLICY
+        yield f"{path}/artifact", entry["artifact"], _POLICY
+        yield f"{path}/route", entry["route"], ()
+        yield f"{path}/discharge", entry["discharge"], ()
+
+
+def _numbered(path: str, taken: Container[str]) -> str:
+    """`path`, or `path#2` and so on: only an invalid contract says a thing twice."""
+    return next(name for name in chain([path], (f"{path}#{n}" for n in count(2))) if name not in taken)
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any, _Moves]]:
@@ -119,7 +129,3 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any, _Moves]]:
 
 def _escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")  # as JSON pointers do, so that no two keys share a path
-
-
-def _order(part: Any) -> bytes:
-    return canonical_bytes(part.plain())

@@ -100,7 +100,7 @@ class Constants(FrozenMap):
             raise ValueError(f"{key} is an object; constants are flat, so that a difference has a name: use more keys")
         value = _freeze_plain(key, value, cls._freeze)
         if type(value) is str and looks_like_float(value):
-            decode_float(value)
+            _decode(key, value)
         return value
 
     @classmethod
@@ -130,7 +130,7 @@ class Bounds(FrozenMap):
     def _freeze(cls, key: str, value: Any) -> str:
         if type(value) is not str:
             raise ValueError(f"{key} is {value!r}; a bound is a float bit pattern, see canonical.encode_float")
-        bound = decode_float(value)
+        bound = _decode(key, value)
         if not math.isfinite(bound) or math.copysign(1.0, bound) < 0:
             raise ValueError(f"{key} is {bound!r}; a bound is finite and not negative")
         return value
@@ -156,6 +156,13 @@ def _freeze_plain(key: str, value: Any, freeze: Callable[[str, Any], Any]) -> An
     if type(value) in (list, tuple):
         return tuple(freeze(f"{key}[{index}]", item) for index, item in enumerate(value))
     raise ValueError(f"{key} has type {type(value).__name__}, which JSON does not have")
+
+
+def _decode(key: str, text: str) -> float:
+    try:
+        return decode_float(text)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _float_bits(value: Any) -> Any:

@@ -311,7 +311,7 @@ def load_shipped() -> None:
         if info.ispkg:
             family = importlib.import_module(f"{families.__name__}.{info.name}")
             for part in pkgutil.iter_modules(family.__path__):
-                if part.name in ("canonical", "gate", "bench"):
+                if part.name.split("_")[0] in ("canonical", "gate", "bench"):  # gate.py, gate_prep.py, ...
                     importlib.import_module(f"{family.__name__}.{part.name}")
 
 

@@ -25,12 +25,13 @@ _BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 def panels(*lead: int) -> plgpu.RefUnion:
     """SMEM [*lead, 64, 64] bf16: panels of 64 columns for wgmma, filled by TMA from any row. See `views`.
 
-    A panel of 64 x 64 with 128-byte rows has the same bytes in blocks of 8 rows and of one row, which is why D = 128 takes
-    two panels. This leans on RefUnion's members starting at the same address (checked on a GPU by the gates).
+    A panel of 64 x 64 with 128-byte rows has the same bytes in blocks of 8 rows and of one row, which is why D = 128
+    takes two panels. This leans on RefUnion's members starting at the same address (checked on a GPU by the gates).
     """
     shape = (*lead, 64, 64)
     return plgpu.RefUnion(
-        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_8), plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_1)
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_8),
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_1),
     )
 
 
@@ -40,15 +41,15 @@ def views(union) -> tuple:
     return (tile, tile) if interpreting() else (tile, landing)
 
 
-def accumulate(acc: jax.Array, a: jax.Array, b) -> jax.Array:
-    """acc + a @ b on one warpgroup. acc [64, N] fp32 and a [64, K] bf16 in registers, b [K, N] bf16 in SMEM.
+def accumulate(acc: jax.Array, a: jax.Array, b, at: tuple = ()) -> jax.Array:
+    """acc + a @ b[at] on one warpgroup. acc [64, N] fp32 and a [64, K] bf16 in registers, b[at] [K, N] bf16 in SMEM.
 
     The wgmma has finished when this returns.
     """
     if interpreting():
-        return acc + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        return acc + jnp.dot(a, b[at], preferred_element_type=jnp.float32)
 
     def scope(ref):
-        plgpu.wgmma(ref, a, b)
+        plgpu.wgmma(ref, a, b.at[at])  # indexed in here: run_state would carry the index as a value
 
     return pl.run_state(scope)(plgpu.ACC.init(acc))

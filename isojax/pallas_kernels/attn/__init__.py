@@ -6,7 +6,7 @@ the same array in pages, [blocks, block, Hkv, 2 D].
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.attn import reference, vjp
+from isojax.pallas_kernels.attn import kernel_prep_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import KV_PARTITION, KV_TILE
 from isojax.types import F32, I32, Real
@@ -106,6 +106,7 @@ def core_bwd(
 
 
 prep.reference(reference.prep)
+prep.kernel("sm90", kernel_prep_sm90.prep, supports=kernel_prep_sm90.prep_supports)
 prep.vjp(vjp.prep)
 core.reference(reference.core, supports=reference.core_supports)
 core.vjp(vjp.core)

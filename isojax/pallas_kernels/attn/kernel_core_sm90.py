@@ -21,9 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.reference import core_supports
-from isojax.pallas_kernels.attn.softmax_sm90 import ROW, ROWS, TILE, State, finish, fold, fresh, spread, weigh
+from isojax.pallas_kernels.attn.softmax_sm90 import PANEL, ROW, ROWS, TILE, State, finish, fold, fresh, spread, weigh
 from isojax.pallas_kernels.attn.tiles_sm90 import Rows, Shape
-from isojax.pallas_kernels.interpretable import accumulate
+from isojax.pallas_kernels.interpretable import accumulate, panels, views
 from isojax.schedule import KV_PARTITION, KV_TILE
 
 STAGES = 2  # tiles of keys and of values in flight
@@ -75,6 +75,8 @@ def attend(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, splits
         jax.ShapeDtypeStruct((shape.tokens, shape.q_heads * shape.head_dim), q.dtype),
         jax.ShapeDtypeStruct((shape.tokens, shape.q_heads), f32),
     )
+    if shape.tile == 1:
+        q = q.reshape(shape.tokens * shape.q_heads, shape.head_dim)
     operands = (q, kv, cu_q, lens, work) if table is None else (q, kv, cu_q, lens, work, table)
     if splits == 1:
         return _whole(shape, scale, out_type)(*operands)
@@ -82,7 +84,7 @@ def attend(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, splits
     return _folded(shape, out_type)(*states, cu_q, lens, work)
 
 
-# -- one partition ------------------------------------------------------------------------------------------------------
+# -- one partition -----------------------------------------------------------------------------------------------------
 class Walk:
     """Walks the KV tiles [begin, end) of one program's rows, STAGES copies ahead."""
 
@@ -94,89 +96,91 @@ class Walk:
         @pl.when(j < self.end)
         def _():
             slot = lax.rem(j, i32(STAGES))
-            smem, barrier = self.smem[half].at[slot], self.barriers[half].at[slot]
-            tiles.fetch_kv(self.rows, self.kv, self.table, j, half, smem, barrier)
+            into, barrier = views(self.smem[half])[1].at[slot], self.barriers[half].at[slot]
+            tiles.fetch_kv(self.rows, self.kv, self.table, j, half, into, barrier)
 
     def start(self, begin) -> None:
         for i in range(STAGES):
             self.fetch(0, begin + i)
             self.fetch(1, begin + i)
 
-    def step(self, q_smem, limits, j, state: State) -> State:
+    def step(self, q_tile, limits, j, state: State) -> State:
         m, l, acc = state
         slot = lax.rem(j, i32(STAGES))
-        (k_smem, v_smem), (k_ready, v_ready) = self.smem, self.barriers
+        k_tile, v_tile = (views(smem)[0].at[slot] for smem in self.smem)
+        k_ready, v_ready = self.barriers
         plgpu.barrier_wait(k_ready.at[slot])
 
         def qk(ref):
-            plgpu.wgmma(ref, q_smem, k_smem.at[slot].T)
+            for c in range(len(acc)):
+                plgpu.wgmma(ref, q_tile.at[c], k_tile.at[c].T)
             return ref[...]
 
         scores = pl.run_scoped(qk, plgpu.ACC((ROWS, KV_TILE), f32))
         self.fetch(0, j + STAGES)
         m, l, alpha, p = weigh(scores, m, l, limits - j * KV_TILE, scale=self.scale)
-        acc = acc * spread(alpha, acc.shape)
+        wide = spread(alpha)
+        acc = tuple(a * wide for a in acc)
         plgpu.barrier_wait(v_ready.at[slot])
-        tiles.clear_past_end(v_smem.at[slot], self.rows.length - j * KV_TILE)
-        acc = accumulate(acc, p.astype(jnp.bfloat16), v_smem.at[slot])
+        tiles.clear_past_end(v_tile, self.rows.length - j * KV_TILE)
+        p = p.astype(jnp.bfloat16)
+        acc = tuple(accumulate(a, p, views(self.smem[1])[0], (slot, c)) for c, a in enumerate(acc))
         self.fetch(1, j + STAGES)
         return m, l, acc
 
-    def partition(self, q_smem, limits, p) -> State:
+    def partition(self, q_tile, limits, p) -> State:
         """The state of partition p alone."""
         first, last = p * STEPS, lax.min((p + 1) * STEPS, self.rows.kv_tiles)
-        step = functools.partial(self.step, q_smem, limits)
+        step = functools.partial(self.step, q_tile, limits)
         return lax.fori_loop(first, last, step, fresh(self.rows.shape.head_dim))
 
 
 def _scratch(s: Shape) -> dict:
-    ready = plgpu.Barrier(num_arrivals=tiles.kv_chunks(s), num_barriers=STAGES)
+    ready = plgpu.Barrier(num_arrivals=tiles.kv_arrivals(s), num_barriers=STAGES)
     return dict(
-        q_smem=tiles.tile_smem(head_dim=s.head_dim),
-        k_smem=tiles.tile_smem(STAGES, head_dim=s.head_dim),
-        v_smem=tiles.tile_smem(STAGES, head_dim=s.head_dim),
+        q_smem=panels(s.panels),
+        k_smem=panels(STAGES, s.panels),
+        v_smem=panels(STAGES, s.panels),
         q_ready=plgpu.Barrier(num_arrivals=tiles.q_arrivals(s)),
         k_ready=ready,
         v_ready=ready,
     )
 
 
-def _results(s: Shape) -> dict:
-    return dict(out_smem=plgpu.SMEM((ROWS, s.head_dim), jnp.bfloat16), lse_smem=plgpu.SMEM((ROWS,), f32))
-
-
 def _whole(s: Shape, scale: float, out_type):
-    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, out_smem, lse_smem):
+    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, lse_smem):
         *table, out, lse = rest
         item, block = lax.axis_index("item"), lax.axis_index("block")
 
         @pl.when(work[item, 0] >= 0)
         def _():
             rows = tiles.locate(s, cu_q, lens, work, item, block)
-            walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), rows.kv_tiles)
-            tiles.fetch_q(rows, q, q_smem, q_ready)
+            walk = Walk(
+                rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), rows.kv_tiles
+            )
+            tiles.fetch_q(rows, q, views(q_smem)[1], q_ready)
             walk.start(i32(0))
             plgpu.barrier_wait(q_ready)
             limits = rows.limits()
             count = lax.div(rows.kv_tiles + (STEPS - 1), i32(STEPS))
-            each = lambda p, total: fold(total, walk.partition(q_smem, limits, p))
+            each = lambda p, total: fold(total, walk.partition(views(q_smem)[0], limits, p))
             total = lax.fori_loop(0, count, each, fresh(s.head_dim))
-            tiles.store(rows, *finish(total), out, lse, out_smem, lse_smem)
+            tiles.store(rows, *finish(total), out, lse, q_smem, lse_smem)
 
     return plgpu.kernel(
         body,
         out_type=out_type,
         grid=(s.items, s.blocks),
         grid_names=("item", "block"),
-        scratch_types=_scratch(s) | _results(s),
+        scratch_types=_scratch(s) | dict(lse_smem=plgpu.SMEM((ROWS,), f32)),
         compiler_params=PARAMS,
     )
 
 
-# -- partitions side by side --------------------------------------------------------------------------------------------
+# -- partitions side by side -------------------------------------------------------------------------------------------
 def _partials(s: Shape, scale: float, splits: int):
-    """-> per (item, block, partition): acc [8, D] and (m, l) [2, 64], fp32. Partitions past the end are not written."""
-    heads, d = tiles.DECODE_HEADS, s.head_dim
+    """-> per (item, block, partition): acc [panels, 8, 64] and (m, l) [2, 64], fp32. Partitions past the end are not written."""
+    heads = tiles.DECODE_HEADS
     lead = (s.items, s.blocks, s.partitions)
 
     def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, acc_smem, ml_smem):
@@ -190,7 +194,7 @@ def _partials(s: Shape, scale: float, splits: int):
 
             @pl.when(split < count)
             def _():
-                tiles.fetch_q(rows, q, q_smem, q_ready)
+                tiles.fetch_q(rows, q, views(q_smem)[1], q_ready)
                 plgpu.barrier_wait(q_ready)
                 limits = rows.limits()
 
@@ -200,28 +204,33 @@ def _partials(s: Shape, scale: float, splits: int):
                     end = lax.min((p + 1) * STEPS, rows.kv_tiles)
                     walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), end)
                     walk.start(p * STEPS)
-                    m, l, acc = walk.partition(q_smem, limits, p)
-                    acc_smem[...] = acc
+                    m, l, acc = walk.partition(views(q_smem)[0], limits, p)
+                    for c, a in enumerate(acc):
+                        acc_smem[c] = a
                     ml_smem[0] = m
                     ml_smem[1] = l
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(acc_smem.at[pl.ds(0, heads)], accs.at[item, block, p])
+                    plgpu.copy_smem_to_gmem(acc_smem.at[:, pl.ds(0, heads)], accs.at[item, block, p])
                     plgpu.copy_smem_to_gmem(ml_smem, mls.at[item, block, p])
                     plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((*lead, heads, d), f32), jax.ShapeDtypeStruct((*lead, 2, ROWS), f32)),
+        out_type=(
+            jax.ShapeDtypeStruct((*lead, s.panels, heads, PANEL), f32),
+            jax.ShapeDtypeStruct((*lead, 2, ROWS), f32),
+        ),
         grid=(s.items, s.blocks, splits),
         grid_names=("item", "block", "split"),
-        scratch_types=_scratch(s) | dict(acc_smem=plgpu.SMEM((ROWS, d), f32), ml_smem=plgpu.SMEM((2, ROWS), f32)),
+        scratch_types=_scratch(s)
+        | dict(acc_smem=plgpu.SMEM((s.panels, ROWS, PANEL), f32), ml_smem=plgpu.SMEM((2, ROWS), f32)),
         compiler_params=PARAMS,
     )
 
 
 def _folded(s: Shape, out_type):
     """Fold the partitions of every (item, block) in ascending order and finish its rows."""
-    heads, d = tiles.DECODE_HEADS, s.head_dim
+    heads = tiles.DECODE_HEADS
 
     def body(accs, mls, cu_q, lens, work, out, lse, acc_smem, ml_smem, ready, out_smem, lse_smem):
         item, block = lax.axis_index("item"), lax.axis_index("block")
@@ -235,7 +244,7 @@ def _folded(s: Shape, out_type):
                 @pl.when(p < count)
                 def _():
                     slot = lax.rem(p, i32(STAGES))
-                    into = acc_smem.at[slot, pl.ds(0, heads)]
+                    into = acc_smem.at[slot, :, pl.ds(0, heads)]
                     plgpu.copy_gmem_to_smem(accs.at[item, block, p], into, ready.at[slot])
                     plgpu.copy_gmem_to_smem(mls.at[item, block, p], ml_smem.at[slot], ready.at[slot])
 
@@ -247,12 +256,12 @@ def _folded(s: Shape, out_type):
                 plgpu.barrier_wait(ready.at[slot])
                 m = plgpu.load(ml_smem.at[slot, 0], layout=ROW)
                 l = plgpu.load(ml_smem.at[slot, 1], layout=ROW)
-                acc = plgpu.load(acc_smem.at[slot], layout=TILE, optimized=False)
+                acc = tuple(plgpu.load(acc_smem.at[slot, c], layout=TILE) for c in range(s.panels))
                 plgpu.commit_smem()
                 fetch(p + STAGES)
                 return fold(total, (m, l, acc))
 
-            total = lax.fori_loop(0, count, each, fresh(d))
+            total = lax.fori_loop(0, count, each, fresh(s.head_dim))
             tiles.store(rows, *finish(total), out, lse, out_smem, lse_smem)
 
     return plgpu.kernel(
@@ -261,10 +270,11 @@ def _folded(s: Shape, out_type):
         grid=(s.items, s.blocks),
         grid_names=("item", "block"),
         scratch_types=dict(
-            acc_smem=plgpu.SMEM((STAGES, ROWS, d), f32),
+            acc_smem=plgpu.SMEM((STAGES, s.panels, ROWS, PANEL), f32),
             ml_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
             ready=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
-            **_results(s),
+            out_smem=panels(s.panels),
+            lse_smem=plgpu.SMEM((ROWS,), f32),
         ),
         compiler_params=PARAMS,
     )

@@ -16,11 +16,13 @@ from isojax.pallas_kernels.attn.reference import MASKED
 from isojax.schedule import KV_TILE, LOG2E
 
 ROWS = 64  # rows of one warpgroup's MMA
+PANEL = 64  # columns of a head held together (isojax.pallas_kernels.interpretable.panels)
 f32 = jnp.float32
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # m [64], l [64], acc [64, D]: fp32, in registers
+# m [64], l [64], and acc [64, D] as panels of 64 columns: fp32, in registers
+State = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 
 
 def fresh(head_dim: int) -> State:
@@ -28,7 +30,7 @@ def fresh(head_dim: int) -> State:
     return (
         plgpu.layout_cast(jnp.full((ROWS,), MASKED, f32), ROW),
         plgpu.layout_cast(jnp.zeros((ROWS,), f32), ROW),
-        plgpu.layout_cast(jnp.zeros((ROWS, head_dim), f32), TILE),
+        tuple(plgpu.layout_cast(jnp.zeros((ROWS, PANEL), f32), TILE) for _ in range(head_dim // PANEL)),
     )
 
 
@@ -37,18 +39,18 @@ def exact(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x)
 
 
-def spread(row: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """[64] -> [64, n]."""
-    return lax.broadcast_in_dim(row, shape, (0,))
+def spread(row: jax.Array) -> jax.Array:
+    """[64] -> [64, 64]."""
+    return lax.broadcast_in_dim(row, (ROWS, PANEL), (0,))
 
 
 def weigh(scores: jax.Array, m: jax.Array, l: jax.Array, limit: jax.Array, *, scale: float):
     """One tile of raw scores [64, 64] -> (m, l, alpha [64], p [64, 64]). limit [64]: last key in the tile that a row sees."""
     s = exact(scores * (scale * LOG2E))
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KV_TILE), 1, layout=TILE)
-    s = jnp.where(key <= spread(limit, (ROWS, KV_TILE)), s, -jnp.inf)
+    s = jnp.where(key <= spread(limit), s, -jnp.inf)
     top = jnp.maximum(m, s.max(axis=1))
-    alpha, p = jnp.exp2(m - top), jnp.exp2(s - spread(top, (ROWS, KV_TILE)))
+    alpha, p = jnp.exp2(m - top), jnp.exp2(s - spread(top))
     return top, exact(l * alpha) + p.sum(axis=1), alpha, p
 
 
@@ -57,13 +59,14 @@ def fold(total: State, part: State) -> State:
     (big_m, big_l, big_acc), (m, l, acc) = total, part
     top = jnp.maximum(big_m, m)
     old, new = jnp.exp2(big_m - top), jnp.exp2(m - top)
-    wide_old, wide_new = spread(old, acc.shape), spread(new, acc.shape)
-    return top, exact(big_l * old) + exact(l * new), exact(big_acc * wide_old) + exact(acc * wide_new)
+    wide_old, wide_new = spread(old), spread(new)
+    folded = tuple(exact(a * wide_old) + exact(b * wide_new) for a, b in zip(big_acc, acc, strict=True))
+    return top, exact(big_l * old) + exact(l * new), folded
 
 
-def finish(total: State) -> tuple[jax.Array, jax.Array]:
-    """-> (out [64, D] bf16, log-sum-exp in base 2 [64])."""
+def finish(total: State) -> tuple[tuple[jax.Array, ...], jax.Array]:
+    """-> (panels of out [64, D] bf16, log-sum-exp in base 2 [64])."""
     m, l, acc = total
     some = jnp.where(l > 0.0, l, 1.0)
-    inverse = jnp.where(l > 0.0, 1.0 / some, 0.0)
-    return (acc * spread(inverse, acc.shape)).astype(jnp.bfloat16), m + jnp.log2(some)
+    inverse = spread(jnp.where(l > 0.0, 1.0 / some, 0.0))
+    return tuple((a * inverse).astype(jnp.bfloat16) for a in acc), m + jnp.log2(some)

@@ -8,7 +8,6 @@ decode program (tile 1) are `heads` heads of one query row. An MMA row's bits do
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,12 +15,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels.attn.softmax_sm90 import ROW, ROWS, TILE
+from isojax.pallas_kernels.attn.softmax_sm90 import PANEL, ROW, ROWS, TILE
+from isojax.pallas_kernels.interpretable import views
 from isojax.schedule import KV_PARTITION, KV_TILE
 
 DECODE_HEADS = 8  # rows that a decode program's q takes: the TMA box on one 8-row boundary
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+i32 = jnp.int32
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,10 @@ class Shape:
     @property
     def group(self) -> int:
         return self.q_heads // self.kv_heads
+
+    @property
+    def panels(self) -> int:
+        return self.head_dim // PANEL
 
     @property
     def heads(self) -> int:
@@ -85,13 +88,11 @@ class Rows:
         row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
         return self.position + (row & (self.shape.tile - 1))
 
-    def heads_here(self):
-        """(index in the program, query head, whether it exists or None where it always does)."""
+    @property
+    def heads(self) -> jax.Array:
+        """Query heads that this program really has; in a KV head's last block they may be fewer than shape.heads."""
         s = self.shape
-        end = (self.kv_head + 1) * s.group
-        for i in range(s.heads):
-            head = self.head + i
-            yield (i, head, None) if s.group % s.heads == 0 else (i, lax.min(head, end - 1), head < end)
+        return lax.min((self.kv_head + 1) * s.group - self.head, i32(s.heads))
 
 
 def locate(s: Shape, cu_q, lens, work, item: jax.Array, block: jax.Array) -> Rows:
@@ -115,95 +116,100 @@ def locate(s: Shape, cu_q, lens, work, item: jax.Array, block: jax.Array) -> Row
     )
 
 
-# -- in -----------------------------------------------------------------------------------------------------------------
+# -- in ----------------------------------------------------------------------------------------------------------------
 def q_arrivals(s: Shape) -> int:
-    return 1 if s.tile == 1 else s.heads
+    return s.panels * (1 if s.tile == 1 else s.heads)
 
 
 def fetch_q(rows: Rows, q, q_smem, barrier) -> None:
-    """Start the copies of q [T, Hq, D] into q_smem [64, D]. MMA rows without a query row keep what was there.
+    """Start the copies of q into q_smem [panels, 64, 64]. MMA rows without a query row keep what was there.
 
-    A box may reach into the next rows of q: those are computed and never stored.
+    q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q: those are computed and never stored.
     """
     s = rows.shape
-    if s.tile == 1:
-        flat = q.reshape(s.tokens * s.q_heads, s.head_dim)
-        source = flat.at[pl.ds(rows.start * s.q_heads + rows.head, DECODE_HEADS)]
-        plgpu.copy_gmem_to_smem(source, q_smem.at[pl.ds(0, DECODE_HEADS)], barrier)
-        return
-    for i, head, _ in rows.heads_here():
-        source = q.at[pl.ds(rows.start, s.tile), head]
-        plgpu.copy_gmem_to_smem(source, q_smem.at[pl.ds(i * s.tile, s.tile)], barrier)
+    for c in range(s.panels):
+        panel, column = q_smem.at[c], pl.ds(c * PANEL, PANEL)
+        if s.tile == 1:
+            source = q.at[pl.ds(rows.start * s.q_heads + rows.head, DECODE_HEADS), column]
+            plgpu.copy_gmem_to_smem(source, panel.at[pl.ds(0, DECODE_HEADS)], barrier)
+            continue
+        for i in range(s.heads):
+            head = rows.head + lax.min(i32(i), rows.heads - 1)
+            source = q.at[pl.ds(rows.start, s.tile), head, column]
+            plgpu.copy_gmem_to_smem(source, panel.at[pl.ds(i * s.tile, s.tile)], barrier)
 
 
-def kv_chunks(s: Shape) -> int:
+def kv_arrivals(s: Shape) -> int:
     """Copies that make one tile of keys (or of values)."""
-    return KV_TILE // min(s.page or KV_TILE, KV_TILE)
+    return s.panels * (KV_TILE // min(s.page or KV_TILE, KV_TILE))
 
 
 def fetch_kv(rows: Rows, kv, table, j: jax.Array, half: int, smem, barrier) -> None:
-    """Start the copies of keys (half 0) or values (half 1) of tile j into smem [64, D].
+    """Start the copies of keys (half 0) or values (half 1) of tile j into smem [panels, 64, 64].
 
     Rows past the request's length are whatever is stored there; pages past it are never looked up.
     """
     s = rows.shape
-    column = pl.ds(half * s.head_dim, s.head_dim)
+    columns = [pl.ds(half * s.head_dim + c * PANEL, PANEL) for c in range(s.panels)]
     if not s.page:
-        at = rows.offset + j * KV_TILE
-        plgpu.copy_gmem_to_smem(kv.at[pl.ds(at, KV_TILE), rows.kv_head, column], smem, barrier)
+        for c, column in enumerate(columns):
+            source = kv.at[pl.ds(rows.offset + j * KV_TILE, KV_TILE), rows.kv_head, column]
+            plgpu.copy_gmem_to_smem(source, smem.at[c], barrier)
         return
     chunk = min(s.page, KV_TILE)
     last = lax.div(rows.length - 1, i32(chunk)) * chunk
-    for i in range(kv_chunks(s)):
+    for i in range(KV_TILE // chunk):
         position = lax.min(j * KV_TILE + i * chunk, last)
         page = table[rows.request, lax.div(position, i32(s.page))]
-        inside = pl.ds(lax.rem(position, i32(s.page)), chunk) if s.page > chunk else pl.ds(0, chunk)
-        source = kv.at[page, inside, rows.kv_head, column]
-        plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(i * chunk, chunk)], barrier)
+        inside = pl.ds(lax.rem(position, i32(s.page)), chunk)
+        for c, column in enumerate(columns):
+            source = kv.at[page, inside, rows.kv_head, column]
+            plgpu.copy_gmem_to_smem(source, smem.at[c, pl.ds(i * chunk, chunk)], barrier)
 
 
 def clear_past_end(v_smem, end: jax.Array) -> None:
-    """Zero the rows of v_smem [64, D] from `end` on: what lies there may be NaN, and 0 * NaN is NaN."""
+    """Zero the rows of v_smem [panels, 64, 64] from `end` on: what lies there may be NaN, and 0 * NaN is NaN."""
 
     @pl.when(end < KV_TILE)
     def _():
-        v = plgpu.load(v_smem, layout=TILE)
-        row = plgpu.broadcasted_iota(i32, v.shape, 0, layout=TILE)
-        v_smem[...] = jnp.where(row < end, v, jnp.zeros_like(v))
+        row = plgpu.broadcasted_iota(i32, (KV_TILE, PANEL), 0, layout=TILE)
+        for c in range(v_smem.shape[0]):
+            v = plgpu.load(v_smem.at[c], layout=TILE)
+            v_smem[c] = jnp.where(row < end, v, jnp.zeros_like(v))
         plgpu.commit_smem()
 
 
-# -- out ----------------------------------------------------------------------------------------------------------------
-def store(rows: Rows, out_tile: jax.Array, lse_rows: jax.Array, out, lse, out_smem, lse_smem) -> None:
-    """Write out_tile [64, D] and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq]; waits for it."""
+# -- out ---------------------------------------------------------------------------------------------------------------
+def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem, lse_smem) -> None:
+    """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq]; waits for it.
+
+    smem: `panels` to stage through. A partly valid tile goes row by row: the next rows of T belong to other programs.
+    """
     s = rows.shape
-    out_smem[...] = out_tile
+    tile, staged = views(smem)
+    for c, panel in enumerate(out_panels):
+        tile[c] = panel
     lse_smem[...] = lse_rows
     plgpu.commit_smem()
 
-    def columns(head):
-        return pl.ds(head * s.head_dim, s.head_dim)
+    def copy(i, r, count: int):
+        for c in range(s.panels):
+            source = staged.at[c, pl.ds(i * s.tile + r, count)]
+            column = (rows.head + i) * s.head_dim + c * PANEL
+            plgpu.copy_smem_to_gmem(source, out.at[pl.ds(rows.start + r, count), pl.ds(column, PANEL)])
 
-    for i, head, exists in rows.heads_here():
+    @pl.loop(0, rows.heads)
+    def _(i):
+        @pl.when(rows.valid == s.tile)
+        def _():
+            copy(i, 0, s.tile)
 
-        @pl.when((rows.valid == s.tile) if exists is None else (rows.valid == s.tile) & exists)
-        def _(i=i, head=head):
-            source = out_smem.at[pl.ds(i * s.tile, s.tile)]
-            plgpu.copy_smem_to_gmem(source, out.at[pl.ds(rows.start, s.tile), columns(head)])
+        @pl.when(rows.valid < s.tile)
+        def _():
+            pl.loop(0, rows.valid)(lambda r: copy(i, r, 1))
 
-        @pl.when((rows.valid < s.tile) if exists is None else (rows.valid < s.tile) & exists)
-        def _(i=i, head=head):
-            @pl.loop(0, rows.valid)
-            def _(r):
-                plgpu.copy_smem_to_gmem(out_smem.at[i * s.tile + r], out.at[rows.start + r, columns(head)])
-
-        @pl.loop(0, rows.valid if exists is None else jnp.where(exists, rows.valid, 0))
-        def _(r, i=i, head=head):
-            lse[rows.start + r, head] = lse_smem[i * s.tile + r]
+        @pl.loop(0, rows.valid)
+        def _(r):
+            lse[rows.start + r, rows.head + i] = lse_smem[i * s.tile + r]
 
     plgpu.wait_smem_to_gmem(0)
-
-
-def tile_smem(*lead: int, head_dim: int) -> Any:
-    """SMEM [*lead, 64, D] bf16 that wgmma reads."""
-    return plgpu.SMEM((*lead, ROWS, head_dim), bf16, transforms=SWIZZLED)

@@ -125,6 +125,11 @@ def snake(t: Tiles, rows: int, cols: int) -> tuple[int, Callable[[Any], tuple[An
     return rows * cols, locate
 
 
+def opaque(n: int) -> jax.Array:
+    """n, as a value that the compiler cannot see: a loop up to it is not unrolled, which saves registers and time."""
+    return lax.optimization_barrier(jnp.int32(n))
+
+
 def product(
     x: Any,
     w: Any,
@@ -185,7 +190,7 @@ def product(
         def _item(info):
             at = locate(info.index[0])
 
-            def chain(leaf: int) -> jax.Array:
+            def chain(leaf: Any) -> jax.Array:
                 first = info.local_index * every + leaf * steps
 
                 def run(acc):
@@ -202,21 +207,36 @@ def product(
                         plgpu.barrier_arrive(s.free.at[lax.rem(first + i - 1, stages)])
 
                     mma(0)
-                    lax.fori_loop(1, steps, step, None)
+                    lax.fori_loop(1, opaque(steps), step, None)
                     value = acc[...]  # waits for all
                     plgpu.barrier_arrive(s.free.at[lax.rem(first + steps - 1, stages)])
                     return value
 
                 return pl.run_scoped(run, plgpu.ACC((t.m, t.n), jnp.float32))
 
-            def add(low: int, count: int, level: int) -> jax.Array:
+            def add(low: Any, count: int, level: int) -> jax.Array:
                 if count == 1:
                     return chain(low)
-                left = add(low, count // 2, level + 1)
-                if parks := level < t.parked(leaves):
-                    s.park[level, wg] = left
-                right_ = add(low + count // 2, count // 2, level + 1)
-                return (s.park[level, wg] if parks else left) + right_
+                half = functools.partial(add, count=count // 2, level=level + 1)
+                if level >= t.parked(leaves):
+                    left = half(low)
+                    # Pinned here: LLVM would put the sums off until after later chains and keep every leaf alive.
+                    return lax.optimization_barrier(left + half(low + count // 2))
+                park = s.park.at[level, wg]
+
+                def each(i, _):
+                    part = half(low + i * (count // 2))
+
+                    @pl.when(i == 0)
+                    def _():
+                        park[...] = part
+
+                    @pl.when(i == 1)
+                    def _():
+                        park[...] = park[...] + part
+
+                lax.fori_loop(0, opaque(2), each, None)
+                return park[...]
 
             finish(at, at.row + down * t.m, at.col + right * t.n, add(0, leaves, 0))
 

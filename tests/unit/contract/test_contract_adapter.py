@@ -8,11 +8,11 @@ ENGINE_REGIONS = ("head.logprob_rows", "head.sample", "linear.row", "norms.rms")
 TRAINER_REGIONS = ("head.logprob", "linear.row", "norms.rms")
 
 
-def engine(doc: c.Contract = DOC, **changes) -> c.Adapter:
-    return c.Adapter("vllm", doc, registry_view={**views(doc), **changes})
+def engine(doc: c.Contract = DOC, changes: dict[str, c.RegionView] | None = None) -> c.Adapter:
+    return c.Adapter("vllm", doc, registry_view={**views(doc), **(changes or {})})
 
 
-def installed(**options) -> c.Adapter:
+def installed() -> c.Adapter:
     adapter = engine()
     adapter.install(ENGINE, ENGINE_REGIONS, DEGREES)
     return adapter
@@ -72,8 +72,7 @@ def test_region_that_the_runtime_lacks():
     assert error.rules == ("coverage",) and "no implementation" in str(error)
 
 
-HELD = DOC.owner("norms.rms", "engine_decode")
-assert HELD
+HELD = next(held for region, _, held in DOC.owners() if region == "norms.rms")
 
 
 @pytest.mark.parametrize(
@@ -101,8 +100,8 @@ def test_live_arithmetic_that_differs(change, field):
         "toolchain": DOC.toolchain,
     }
     key = "norms.rms@engine_decode"
-    engine(**{key: c.RegionView(**same)}).install(ENGINE, ENGINE_REGIONS, DEGREES)  # the control: nothing changed
-    adapter = engine(**{key: c.RegionView(**{**same, **change})})
+    engine(changes={key: c.RegionView(**same)}).install(ENGINE, ENGINE_REGIONS, DEGREES)  # the control: nothing changed
+    adapter = engine(changes={key: c.RegionView(**{**same, **change})})
     error = refusal(lambda: adapter.install(ENGINE, ENGINE_REGIONS, DEGREES))
     (finding,) = error.findings
     assert finding.rule == "identity" and finding.entry == "region norms.rms [engine_decode]"
@@ -119,11 +118,11 @@ def test_the_first_region_is_named_and_the_others_counted():
 
 def test_python_floats_in_a_view_are_compared_by_bits():
     held = c.RegionView(HELD.impl, {"eps": 1e-6, "row_tile": 64, "fused": True}, HELD.artifact, DOC.toolchain)
-    engine(**{"norms.rms@engine_decode": held}).install(ENGINE, ENGINE_REGIONS, DEGREES)
+    engine(changes={"norms.rms@engine_decode": held}).install(ENGINE, ENGINE_REGIONS, DEGREES)
 
 
 def test_wrong_arch():
-    adapter = engine(**{"norms.rms@engine_decode": c.RegionView(impl("norms.rms", arch="sm90"))})
+    adapter = engine(changes={"norms.rms@engine_decode": c.RegionView(impl("norms.rms", arch="sm90"))})
     error = refusal(lambda: adapter.install(ENGINE, ENGINE_REGIONS, DEGREES))
     assert error.rules == ("arch",) and "sm90" in str(error)
 
@@ -214,8 +213,8 @@ def test_handshake_lets_deployment_differ():
 
 @pytest.mark.parametrize("name", ["semantic", "numerical_policy"])
 def test_handshake_refuses_another_identity(name):
-    assert DOC.identities
-    error = refusal(lambda: installed().handshake(DOC.identities.evolve(**{name: "0" * 64})))
+    other = c.recompute(DOC).evolve(**{name: "0" * 64})
+    error = refusal(lambda: installed().handshake(other))
     assert error.rules == ("handshake",) and error.findings[0].entry == f"identity {name}"
 
 

@@ -38,7 +38,7 @@ def test_file_is_resumed(tmp_path):
     assert c.Ledger(path).head == second.head != first.head
 
 
-@pytest.mark.parametrize("edit", ["change", "drop", "swap", "append", "cut", "noise", "list", "twice"])
+@pytest.mark.parametrize("edit", ["change", "drop", "swap", "append", "cut", "newline", "noise", "list", "twice"])
 def test_an_altered_file_is_refused(tmp_path, edit):
     path = tmp_path / "ledger.jsonl"
     filled(path)
@@ -50,6 +50,7 @@ def test_an_altered_file_is_refused(tmp_path, edit):
         "swap": [lines[1], lines[0], lines[2]],
         "append": [*lines, json.dumps({**record, "seq": 3}) + "\n"],
         "cut": [*lines[:2], lines[2][:-5]],
+        "newline": [*lines[:2], lines[2].rstrip()],
         "noise": [*lines, "{\n"],
         "list": [*lines, "[]\n"],
         "twice": [*lines, '{"seq": 3, "seq": 3}\n'],
@@ -72,6 +73,14 @@ def test_a_chain_in_memory_shows_an_edit():
     records = list(filled().records)
     with pytest.raises(c.ContractError, match="record 1"):
         c.verify([records[0], records[2]])
+
+
+def test_a_splice_of_two_sound_ledgers_shows():
+    other = c.Ledger()
+    for event in ("install", "refusal", "handshake"):
+        other.append(event, {})
+    with pytest.raises(c.ContractError, match="record 1"):
+        c.verify([filled().records[0], *other.records[1:]])
 
 
 def test_data_that_is_no_json_is_refused():

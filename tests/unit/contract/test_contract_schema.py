@@ -72,7 +72,7 @@ def test_wrong_types_and_spellings_are_refused(bad):
 
 @pytest.mark.parametrize("value", [1e-6, {"a": 1}, [1, [2.0]], 2**53, "f64:0x1", object(), {1}, b"x"])
 def test_constants_refuse(value):
-    with pytest.raises(ValueError, match="k"):
+    with pytest.raises(ValueError, match=r"^k\b"):
         c.Constants({"k": value})
 
 
@@ -126,6 +126,8 @@ def test_bounds_are_finite_and_not_negative(bound):
         c.Bounds({"max": c.encode_float(bound)})
     with pytest.raises(ValueError, match="max"):
         c.Bounds({"max": bound})
+    with pytest.raises(ValueError, match="max"):
+        c.Bounds({"max": "f64:0x0"})
 
 
 def test_evolve_checks_again():

@@ -122,7 +122,8 @@ def test_save_refuses_an_invalid_contract_and_keeps_the_old_file(tmp_path):
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["c.json"]
 
 
-def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch, step):
     path = tmp_path / "c.json"
     c.save(sample(), path)
     before = path.read_bytes()
@@ -130,7 +131,7 @@ def test_a_failed_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     def full(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(store.os, "fsync", full)
+    monkeypatch.setattr(store.os, step, full)
     with pytest.raises(OSError, match="disk full"):
         c.save(native_sample(), path)
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["c.json"]

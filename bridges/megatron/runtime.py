@@ -1,0 +1,71 @@
+"""What the modules of one Megatron model share: the traced calls, and where each micro-batch's tokens lie."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import torch
+from flax import nnx
+
+from bridges.megatron.call import Call
+from bridges.megatron.rows import RowFinder
+from isojax.model import dense
+from isojax.model.config import DenseConfig
+from isojax.pallas_kernels import embed, head, norms
+from isojax.program import trace
+
+HEAD = "head.logprob"
+
+
+class Runtime:
+    """One per model. arch: 'cpu' or 'sm90', by default what this machine has."""
+
+    def __init__(self, config: DenseConfig, arch: str | None = None):
+        self.config = config
+        self.arch = arch or ("sm90" if torch.cuda.is_available() else "cpu")
+        self.rows = RowFinder(config, self.arch)
+        self.layer = Call(_layer(config), diff=(0, 1))
+        self.embed = Call(embed.lookup, diff=(0,))
+        self.norm = norm(config.eps, config.zero_centered)
+        self.logprob = Call(head.logprob, diff=(0, 1))
+
+    def regions(self) -> list[str]:
+        """Names of the regions of a forward, each once: what a contract has to cover."""
+        c, dtype = self.config, jax.numpy.dtype(self.config.dtype)
+        spec = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype)
+        ints = lambda *shape: spec(*shape, dtype=jax.numpy.int32)
+        t, r = 64, 8
+        rope = spec(c.positions, c.head_dim, dtype=jax.numpy.float32)
+        batch = dense.Batch(ints(t), ints(r + 1), ints(r), ints(t, 2), rope)
+        _, weights = _layer_state(c)
+        hidden, inverse = spec(t, c.hidden), spec(t, dtype=jax.numpy.float32)
+        programs = (
+            trace(embed.lookup, spec(c.vocab, c.hidden), ints(t)),
+            trace(_layer(c), hidden, weights, batch),
+            trace(functools.partial(norms.rms, eps=c.eps, zero_centered=c.zero_centered), hidden, spec(c.hidden)),
+            trace(head.logprob, hidden, spec(c.vocab, c.hidden), ints(t), inverse),
+        )
+        return sorted({name for p in programs for name in p.regions()})
+
+
+@functools.cache
+def norm(eps: float, zero_centered: bool) -> Call:
+    """norms.rms(x [T, D], weight [D])."""
+    return Call(functools.partial(norms.rms, eps=eps, zero_centered=zero_centered), diff=(0, 1))
+
+
+def _layer_state(config: DenseConfig) -> tuple[Any, dict[str, Any]]:
+    graph, state = nnx.split(nnx.eval_shape(lambda: dense.Layer(config)))
+    return graph, {k[0]: v.get_value() for k, v in nnx.to_flat_state(state)}
+
+
+def _layer(config: DenseConfig) -> Any:
+    graph, _ = _layer_state(config)
+
+    def boundary(h: Any, weights: dict[str, Any], batch: Any) -> Any:
+        layer = nnx.merge(graph, nnx.from_flat_state([((k,), nnx.Param(v)) for k, v in weights.items()]))
+        return layer.boundary(h, batch)
+
+    return boundary

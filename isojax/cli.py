@@ -1,0 +1,213 @@
+"""`isojax`: one command line. Errors are one sentence on stderr and exit code 2; a difference found is exit code 1."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from isojax.errors import IsoError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+contract_app = typer.Typer(no_args_is_help=True, help="Build, show, validate and compare execution contracts.")
+app.add_typer(contract_app, name="contract")
+console = Console()
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Arch = Annotated[str, typer.Option(help="Implementation to run: cpu or sm90.")]
+
+
+def main() -> None:
+    """Entry point. Commands of other packages (parity) join through the entry-point group `isojax.commands`."""
+    import contract
+
+    for entry in importlib.metadata.entry_points(group="isojax.commands"):
+        app.command(name=entry.name)(entry.load())
+    try:
+        app(standalone_mode=False)
+    except (IsoError, contract.ContractError) as e:
+        _fail(str(e))
+    except typer.Exit as e:
+        sys.exit(e.exit_code)
+    except typer.Abort:
+        _fail("interrupted")
+    except Exception as e:
+        if type(e).__module__.startswith(("click", "typer")) and hasattr(e, "format_message"):
+            _fail(e.format_message())  # type: ignore[attr-defined]
+        raise
+
+
+def _fail(message: str) -> None:
+    print(f"isojax: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _show(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table(title=title)
+    for name in rows[0] if rows else ("nothing",):
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*[str(v) for v in row.values()])
+    console.print(table)
+
+
+def _tokenize(model: str, prompts: list[str]) -> tuple[Any, list[list[int]]]:
+    from transformers import AutoTokenizer
+
+    path = Path(model)
+    if path.suffix == ".gguf":
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    return tokenizer, [list(tokenizer(p).input_ids) for p in prompts]
+
+
+def _model(model: str | None) -> str:
+    from isojax import demo
+
+    return str(demo.checkpoint()) if model is None else model
+
+
+Model = Annotated[str | None, typer.Option(help="Checkpoint folder or .gguf file; the demo model if left out.")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[list[str], typer.Argument(help="One or more prompts.")],
+    model: Model = None,
+    max_tokens: Annotated[int, typer.Option(min=1)] = 32,
+    as_json: Json = False,
+) -> None:
+    """Greedy generation in the standalone JAX reference."""
+    from rich.progress import Progress
+
+    from isojax.runtime import Reference
+
+    path = _model(model)
+    reference = Reference.load(path)
+    tokenizer, ids = _tokenize(path, prompt)
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("tokens", total=max_tokens)
+        new, _ = reference.generate(
+            ids, max_tokens, stop=tokenizer.eos_token_id, progress=lambda n: bar.update(task, completed=n)
+        )
+    rows = [dict(prompt=p, text=tokenizer.decode(t), tokens=t) for p, t in zip(prompt, new, strict=True)]
+    _show(rows, "generate", as_json)
+
+
+@app.command()
+def score(
+    text: Annotated[list[str], typer.Argument(help="One or more texts.")],
+    model: Model = None,
+    temperature: Annotated[float, typer.Option(min=1e-6)] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Log-probability of every token of a text after its first, in the standalone JAX reference."""
+    from isojax.runtime import Reference
+
+    path = _model(model)
+    reference = Reference.load(path)
+    tokenizer, ids = _tokenize(path, text)
+    rows = []
+    for i, (sequence, values) in enumerate(zip(ids, reference.logprobs(ids, temperature), strict=True)):
+        for token, value in zip(sequence[1:], values, strict=True):
+            shown = float(value) if as_json else f"{value:.9g}"
+            rows.append(dict(text=i, token=token, piece=tokenizer.decode([token]), logprob=shown, bits=value.tobytes()[::-1].hex()))
+    _show(rows, f"log-probabilities at temperature {temperature}", as_json)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """What this machine can run, what it refuses, and why."""
+    from isojax import doctor as room
+
+    _show([dict(what=c.what, runs="yes" if c.runs else "no", why=c.why) for c in room.examine()], "doctor", as_json)
+
+
+@contract_app.command("build")
+def contract_build(
+    out: Annotated[Path, typer.Argument(help="File to write.")], family: str = "dense", arch: Arch = "cpu"
+) -> None:
+    """Generate a contract from this installation's registry."""
+    import contract
+    from isojax import profile
+
+    _check_arch(arch)
+    built = profile.build(family, arch)
+    contract.save(built, out)
+    console.print(f"wrote {out}: numerical_policy {built.identities.numerical_policy}")
+
+
+@contract_app.command("show")
+def contract_show(path: Path, as_json: Json = False) -> None:
+    """Print a contract's identities and composition."""
+    import contract
+
+    c = contract.load(path)
+    if as_json:
+        print(json.dumps(c.plain(), indent=1))
+        return
+    for name, digest in c.identities.plain().items():
+        console.print(f"{name:18} {digest}")
+    rows = [
+        dict(region=e.region, cases=", ".join(e.cases), implementation=str(e.impl), artifact=(e.artifact or "")[:12])
+        for e in c.composition
+    ]
+    _show(rows, c.name, False)
+
+
+@contract_app.command("validate")
+def contract_validate(path: Path, live: bool = False) -> None:
+    """Check a contract's rules and identities; with --live, that this installation would run exactly it."""
+    import contract
+    from isojax import profile
+
+    c = contract.load(path)
+    if live:
+        fresh = profile.build(c.model_family, c.arch)
+        if fresh.identities != c.identities:
+            _print_changes(contract.differences(c, fresh))
+            console.print("this installation would run something else")
+            raise typer.Exit(1)
+    console.print(f"{path}: valid; numerical_policy {c.identities.numerical_policy}")
+
+
+@contract_app.command("diff")
+def contract_diff(one: Path, other: Path) -> None:
+    """What differs between two contracts, and which identity it moves. Exit code 1 if anything does."""
+    import contract
+
+    found = contract.differences(contract.load(one), contract.load(other))
+    if not found.identical:
+        _print_changes(found)
+        raise typer.Exit(1)
+    console.print("the contracts are the same")
+
+
+def _print_changes(found: Any) -> None:
+    rows = [
+        dict(path=c.path, kind=c.kind, before=c.before, after=c.after, moves=", ".join(c.moves) or "no identity")
+        for c in found.changes
+    ]
+    _show(rows, f"moved: {', '.join(found.moved) or 'no identity'}", False)
+
+
+def _check_arch(arch: str) -> None:
+    from isojax.errors import Unsupported
+    from isojax.region import ARCHS
+
+    if arch not in ARCHS:
+        raise Unsupported("isojax", f"arch {arch!r}", ", ".join(ARCHS), "pass --arch cpu or --arch sm90")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Gate of attn.prep: rows with their positions, for each family's choice of bias and norms."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from isojax.gates.case import Case, ill_conditioned, many
+from isojax.pallas_kernels.attn import prep, reference
+
+POSITIONS = 500
+
+
+def _altered(qkv, bias, q_norm, k_norm, rope, positions, **statics):
+    """Above the boundary the rotation's factors are rounded to bf16."""
+    if many(qkv):
+        rope = rope.astype(jnp.bfloat16).astype(jnp.float32)
+    return reference.prep(qkv, bias, q_norm, k_norm, rope, positions, **statics)
+
+
+def exact(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered):
+    f64 = np.float64
+    x = qkv.astype(f64) + (0.0 if bias is None else bias.astype(f64))
+    x = x.reshape(len(x), kv_heads, -1, head_dim)
+    q, k, v = x[:, :, :-2], x[:, :, -2:-1], x[:, :, -1]
+    cos, sin = np.split(rope.astype(f64)[positions][:, None, None], 2, -1)
+
+    def rotated(h, norm):
+        if norm is not None:
+            gamma = norm.astype(f64) + (1.0 if zero_centered else 0.0)
+            h = h / np.sqrt((h * h).mean(-1, keepdims=True) + eps) * gamma
+        a, b = np.split(h, 2, -1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    q, k = rotated(q, q_norm), rotated(k, k_norm)[:, :, 0]
+    return q.reshape(len(x), -1, head_dim), np.concatenate([k, v], -1)
+
+
+def rope_table(rng, head_dim):
+    angle = rng.uniform(0.0, 6.3, (POSITIONS, head_dim // 2))
+    return np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
+
+
+@prep.gate_cases
+def cases(rng, rows):
+    def case(name, head_dim, heads, kv_heads, bias, norm, zero_centered=False):
+        width = (heads + 2 * kv_heads) * head_dim
+        args = (
+            ill_conditioned(rng, rows, width),
+            ill_conditioned(rng, width) if bias else None,
+            ill_conditioned(rng, head_dim) if norm else None,
+            ill_conditioned(rng, head_dim) if norm else None,
+            rope_table(rng, head_dim),
+            rng.integers(0, POSITIONS, rows).astype(np.int32),
+        )
+        statics = {"kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "zero_centered": zero_centered}
+        return Case(name, args, statics, _altered, exact)
+
+    return [
+        case("llama", 64, 3, 1, bias=False, norm=False),
+        case("qwen2", 128, 4, 2, bias=True, norm=False),
+        case("qwen3", 128, 4, 2, bias=False, norm=True),
+        case("all, zero_centered", 64, 6, 2, bias=True, norm=True, zero_centered=True),
+    ]
