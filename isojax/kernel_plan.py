@@ -122,11 +122,11 @@ def kernel_plan(region: Region, avals: Sequence[Any], statics: dict[str, Any]) -
 
 def _read(name: str, module: Any) -> KernelPlan:
     import jax.experimental.mosaic.gpu as mgpu
-    from jax._src.lib.mlir import ir, passmanager
+    from jax._src.lib.mlir import ir, passmanager  # type: ignore[attr-defined]
     from jax._src.lib.mlir.dialects import hlo
 
     with module.context:
-        mgpu.dialect.register_inliner_extensions(module.context)
+        mgpu.dialect.register_inliner_extensions(module.context)  # type: ignore[attr-defined]
         passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)
         [main] = [f for f in module.body.operations if f.name.value == "main"]
         [block] = main.body.blocks
@@ -163,7 +163,7 @@ def _read(name: str, module: Any) -> KernelPlan:
                             name, f"a kernel with {flag}", "none", "move bytes between ranks outside kernels"
                         )
                 aliases = []
-                for a in map(hlo.OutputOperandAlias, op.attributes["output_operand_aliases"]):
+                for a in [hlo.OutputOperandAlias(a) for a in op.attributes["output_operand_aliases"]]:
                     aliases.append(((a.output_tuple_indices or [0])[0], a.operand_index))
                 outs = tuple(map(define, op.results))
                 ops.append(Launch(config["module"].value_bytes, tuple(operands), outs, tuple(aliases)))
@@ -171,7 +171,8 @@ def _read(name: str, module: Any) -> KernelPlan:
                 dense = ir.DenseElementsAttr(op.attributes["value"])
                 out = define(op.results[0])
                 if dense.is_splat:
-                    scalars[out] = dense.get_splat_value().value
+                    splat: Any = dense.get_splat_value()
+                    scalars[out] = splat.value
                     ops.append(Fill(out, scalars[out]))
                 elif buffers[out].dtype in ("float32", "int32"):
                     ops.append(Constant(out, np.array(dense)))

@@ -7,25 +7,15 @@ calls the same regions whether gradients are wanted or not, so scoring and train
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import torch
 
 from bridges.torch_ops import Compiled, compile_program
+from bridges.torch_ops.autograd import LayerFunction, diff_positions, layer_function
 from bridges.torch_ops.dtypes import to_jax
-from isojax.program import trace_vjp
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """forward: flat inputs -> outputs, residuals. backward: residuals, cotangents -> gradients of inputs[diff]."""
-
-    forward: Compiled
-    backward: Compiled
-    outputs: int
-    diff: tuple[int, ...]
+from isojax.program import trace, trace_vjp
 
 
 class Call:
@@ -33,80 +23,59 @@ class Call:
 
     Args:
       fn: a function that isojax.program.trace_vjp can trace.
-      diff: arguments that have gradients. A parameter's gradient is cast to its dtype, or, where it has a `main_grad`,
-        added to that without a rounding in between (see `deliver`).
+      diff: arguments that have gradients, none for a function without. A parameter's gradient is cast to its dtype, or,
+        where it has a `main_grad`, added to that without a rounding in between (see `deliver`).
     """
 
-    def __init__(self, fn: Callable[..., Any], diff: Sequence[int]):
+    def __init__(self, fn: Callable[..., Any], diff: Sequence[int] = ()):
         self.fn, self.diff = fn, tuple(diff)
-        self._pairs: dict[Any, _Pair] = {}
+        self.compiled: dict[Any, LayerFunction | Compiled] = {}
 
     def __call__(self, *args: Any) -> Any:
-        """Raises: Refused, Unsupported while compiling; InputError for tensors on different devices."""
+        """The function's flat outputs, or its only one. Raises: Refused, Unsupported while compiling; InputError."""
         flat, tree = jax.tree.flatten(args)
-        pair = self._pairs.get(key := self._key(flat, tree)) or self._pairs.setdefault(key, self._compile(args, flat))
-        outs = _Run.apply(pair, *flat)
-        return outs[0] if pair.outputs == 1 else outs
+        key = (tree, flat[0].device, *((x.shape, x.dtype) for x in flat))
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(args, flat[0].device)
+        run = self.compiled[key]
+        outs = run(*flat, on_grad=_on_grad) if isinstance(run, LayerFunction) else run(*flat)
+        return outs[0] if len(outs) == 1 else outs
 
-    def pair(self, *args: Any) -> _Pair:
-        """The compiled forward and backward for operands of these shapes, for gates."""
-        flat, tree = jax.tree.flatten(args)
-        return self._pairs[self._key(flat, tree)]
+    def forwards(self) -> list[Compiled]:
+        """The forward Programs compiled so far, one for each set of shapes."""
+        return [f.forward if isinstance(f, LayerFunction) else f for f in self.compiled.values()]
 
-    @staticmethod
-    def _key(flat: list[torch.Tensor], tree: Any) -> Any:
-        return tree, flat[0].device, *((x.shape, x.dtype) for x in flat)
-
-    def _compile(self, args: tuple[Any, ...], flat: list[torch.Tensor]) -> _Pair:
-        device = flat[0].device
+    def _compile(self, args: tuple[Any, ...], device: torch.device) -> LayerFunction | Compiled:
         arch = "cpu" if device.type == "cpu" else "sm90"
-        forward, backward = trace_vjp(self.fn, *jax.tree.map(_spec, args), diff=self.diff)
-        sizes = [len(jax.tree.leaves(a)) for a in args]
-        starts = [sum(sizes[:i]) for i in range(len(args))]
-        diff = tuple(p for i in self.diff for p in range(starts[i], starts[i] + sizes[i]))
-        assert forward.out_tree is not None
-        outputs = forward.out_tree.children()[0].num_leaves
-        compiled = (compile_program(p, arch=arch, device=device) for p in (forward, backward))
-        return _Pair(*compiled, outputs, diff)
+        specs = jax.tree.map(_spec, args)
+        if not self.diff:
+            return compile_program(trace(self.fn, *specs), arch=arch, device=device)
+        forward, backward = trace_vjp(self.fn, *specs, diff=self.diff)
+        n_out = forward.out_tree.children()[0].num_leaves
+        diff = diff_positions(specs, self.diff)
+        return layer_function(forward, backward, diff=diff, n_out=n_out, arch=arch, device=device)
 
 
 def _spec(x: torch.Tensor) -> jax.ShapeDtypeStruct:
-    dtype = torch.int32 if x.dtype is torch.int64 else x.dtype
+    dtype = torch.int32 if x.dtype is torch.int64 else x.dtype  # narrowed at the Program's entry, checked
     return jax.ShapeDtypeStruct(tuple(x.shape), to_jax(dtype))
 
 
-class _Run(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, pair: _Pair, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outs = pair.forward(*flat)
-        ctx.pair, ctx.count = pair, len(flat)
-        # The parameters themselves, not saved copies: main_grad is an attribute of the object.
-        ctx.parameters = [flat[i] if isinstance(flat[i], torch.nn.Parameter) else None for i in pair.diff]
-        ctx.save_for_backward(*outs[pair.outputs :])
-        return outs[: pair.outputs]
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        pair: _Pair = ctx.pair
-        grads = pair.backward(*ctx.saved_tensors, *(c.contiguous() for c in cotangents))
-        out: list[Any] = [None] * ctx.count
-        for i, parameter, grad in zip(pair.diff, ctx.parameters, grads, strict=True):
-            if ctx.needs_input_grad[1 + i]:
-                out[i] = grad if parameter is None else deliver(parameter, grad)
-        return (None, *out)
+def _on_grad(index: int, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    return deliver(leaf, grad)
 
 
-def deliver(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """What autograd gets for a parameter's gradient: the gradient, or a stand-in where main_grad has taken it.
+def deliver(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """What autograd gets for a leaf's gradient: the gradient, or a stand-in where main_grad has taken it.
 
     Megatron's protocol: a gradient added to `main_grad` (fp32, of its DistributedDataParallel) is announced by
     `grad_added_to_main_grad`, and a tensor is still returned, because DDP's hook must run on this thread. Where two
     layers share the parameter (`zero_out_wgrad`) DDP adds that tensor all the same, so it must hold zeros.
     """
-    main = getattr(parameter, "main_grad", None)
+    main = getattr(leaf, "main_grad", None)
     if main is None:
-        return grad.to(parameter.dtype)
+        return grad.to(leaf.dtype)
     main.add_(grad)
-    parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-    return make(parameter)
+    leaf.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    make = torch.zeros_like if getattr(leaf, "zero_out_wgrad", False) else torch.empty_like
+    return make(leaf)

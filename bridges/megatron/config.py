@@ -12,7 +12,7 @@ from isojax.errors import Unsupported
 from isojax.model.config import DenseConfig
 from isojax.model.weights import DTYPES
 
-# Field -> values that this bridge runs. Only effective fields are here: a fusion flag that nothing reads changes nothing.
+# Field -> values that this bridge runs. Only effective fields: a fusion flag that nothing reads changes nothing.
 ALLOWED: dict[str, tuple[Any, ...]] = {
     "tensor_model_parallel_size": (1,),
     "pipeline_model_parallel_size": (1,),
@@ -106,7 +106,7 @@ def shape(config: DenseConfig) -> dict[str, Any]:
 
 
 def check(given: TransformerConfig, config: DenseConfig) -> None:
-    """Raises Unsupported, naming the first field of `given` that this bridge does not run, or that is another model's."""
+    """Raises Unsupported, naming the first field of `given` that this bridge does not run or is another model's."""
     for name in ALLOWED:
         _check_field(name, getattr(given, name, ALLOWED[name][0]))
     if given.activation_func is not F.silu:

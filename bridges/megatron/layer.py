@@ -53,7 +53,7 @@ class IsoTransformerLayer(TransformerLayer):
                 raise Unsupported("IsoTransformerLayer", name, "None", "generate with the engine; this layer trains")
         for module, _ in self._owners.values():
             run_pre_hooks(module)
-        shape = (hidden_states.shape[0], hidden_states.shape[1])
+        shape = tuple(hidden_states.shape[:2])
         rows = self.runtime.rows.find(shape, hidden_states.device, attention_mask, padding_mask, packed_seq_params)
         out = self.runtime.layer(rows.pack(hidden_states), self.weights(), rows.batch)
         return rows.unpack(out), None

@@ -6,21 +6,16 @@ gradients off.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
+from bridges.megatron.call import Call
 from bridges.megatron.layer import run_pre_hooks
 from bridges.megatron.rows import Rows
 from bridges.megatron.runtime import Runtime
-from bridges.torch_ops import compile_program
-from bridges.torch_ops.dtypes import aval_of
 from isojax.errors import InputError
 from isojax.pallas_kernels import head
-from isojax.program import trace
 
 CASES = ("trainer_fwd", "trainer_score")
 Temperature = float | torch.Tensor
@@ -61,10 +56,8 @@ class LogProbs:
         check_case(self.case)
         run_pre_hooks(output_layer)
         weight = output_layer.weight if output_weight is None else output_weight
-        shape = (hidden_states.shape[0], hidden_states.shape[1])
-        rows = self.runtime.rows.find(
-            shape, hidden_states.device, attention_mask, self.padding_mask, packed_seq_params
-        )
+        shape = tuple(hidden_states.shape[:2])
+        rows = self.runtime.rows.find(shape, hidden_states.device, attention_mask, self.padding_mask, packed_seq_params)
         targets = rows.pack(transposed(labels, shape, "labels"))
         check_tokens(targets, self.runtime.config.vocab, "label")
         inverse = rows.pack(inverse_temperature(self.temperature, shape, hidden_states.device))
@@ -80,7 +73,7 @@ def check_case(case: str) -> None:
         raise InputError("case trainer_fwd was named, but gradients are off; name trainer_score, or leave no_grad")
 
 
-def transposed(x: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+def transposed(x: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
     """[B, S] -> [S, B], contiguous. Raises InputError for another shape."""
     if tuple(x.shape) != shape[::-1]:
         raise InputError(f"{name} have shape {tuple(x.shape)}; the micro-batch is [{shape[1]}, {shape[0]}]")
@@ -94,7 +87,7 @@ def check_tokens(ids: torch.Tensor, vocab: int, what: str) -> None:
         raise InputError(f"{what} {low if low < 0 else high} is no token id; allowed are 0 to {vocab - 1}")
 
 
-def inverse_temperature(temperature: Temperature, shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+def inverse_temperature(temperature: Temperature, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """fp32 1/T per row, [S, B]. Raises InputError unless T > 0."""
     t = torch.as_tensor(temperature, dtype=torch.float32, device=device)
     if not bool((t > 0).all()):
@@ -114,21 +107,13 @@ def vocabulary(
     inverse = rows.pack(inverse_temperature(temperature, rows.shape, hidden.device))
     h = rows.pack(hidden)
     targets = torch.zeros(rows.padded, dtype=torch.int32, device=hidden.device)
-    args = (h, weight.detach(), targets, inverse)
-    out = _emit(runtime.arch, hidden.device, tuple((tuple(x.shape), x.dtype) for x in args))(*args)[0]
+    out = _VOCABULARY(h, weight.detach(), targets, inverse)
     return list(out[: sum(rows.lens)].split(list(rows.lens)))
 
 
-@functools.cache
-def _emit(arch: str, device: torch.device, shapes: Sequence[Any]) -> Any:
-    def every(hidden: Any, weight: Any, targets: Any, inverse: Any) -> Any:
-        logits = head.logprob.all_outputs(hidden, weight, targets, inverse, emit_logits=True)[2]
-        return head.logprob_rows(logits, inverse)
-
-    specs = [aval_of(torch.empty(shape, dtype=dtype, device="meta")) for shape, dtype in shapes]
-    return compile_program(trace(every, *specs), arch=arch, device=device)
+def _vocabulary(hidden: Any, weight: Any, targets: Any, inverse: Any) -> Any:
+    logits = head.logprob.all_outputs(hidden, weight, targets, inverse, emit_logits=True)[2]
+    return head.logprob_rows(logits, inverse)
 
 
-def numpy_bits(x: torch.Tensor) -> np.ndarray:
-    """A float tensor's bits as unsigned integers, for comparisons in which -0.0 and NaN payloads count."""
-    return x.detach().cpu().contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32).numpy()
+_VOCABULARY = Call(_vocabulary)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from megatron.core.models.gpt import GPTModel
 
-from bridges.megatron import logprob, weights
+from bridges.megatron import adapter, logprob, weights
 from bridges.megatron.config import transformer_config
 from bridges.megatron.layer import run_pre_hooks
 from bridges.megatron.logprob import LogProbs, Temperature
 from bridges.megatron.runtime import Runtime
 from bridges.megatron.spec import block_spec
+from contract import Adapter, Contract
 from isojax.errors import Unsupported
 from isojax.model import weights as checkpoints
 from isojax.model.config import DenseConfig
@@ -31,6 +32,7 @@ class IsoGPTModel(GPTModel):
         super().__init__(*args, **kwargs)
         self.runtime = runtime
         self.case = "trainer_fwd"
+        self.adapter: Adapter | None = None  # set by bridges.megatron.adapter.install
 
     # -- as Megatron calls it -----------------------------------------------------------------------------------------
     def _preprocess(
@@ -48,24 +50,29 @@ class IsoGPTModel(GPTModel):
             rows = self.runtime.rows.find((s, b), input_ids.device)  # every place: a padding token has a row as well
             tokens = logprob.transposed(input_ids, (s, b), "tokens")
             decoder_input = rows.unpack(self.runtime.embed(table.weight, rows.pack(tokens)))
-        return super()._preprocess(input_ids, position_ids, decoder_input=decoder_input, **kwargs)
+        kwargs["decoder_input"] = decoder_input
+        return super()._preprocess(input_ids, position_ids, **kwargs)
 
     def _postprocess(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not self.post_process or kwargs.get("output_processor") is not None:
+        given = kwargs.get("output_processor")
+        foreign = given is not None and given is not _hidden and not isinstance(given, LogProbs)
+        if foreign and self.adapter is not None:
+            raise Unsupported("IsoGPTModel under contract", repr(given), "LogProbs", "no contract covers what it does")
+        if not self.post_process or given is not None:
             return super()._postprocess(hidden_states, *args, **kwargs)
         if kwargs.get("labels") is None:
             raise Unsupported("IsoGPTModel", "no labels", "labels, [B, S]", "call logprobs() or vocabulary_logprobs()")
         kwargs["output_processor"] = LogProbs(self.runtime, self.case, 1.0, kwargs.get("padding_mask"))
         return -super()._postprocess(hidden_states, *args, **kwargs)
 
-    # -- as a policy ----------------------------------------------------------------------------------------------------
+    # -- as a policy ---------------------------------------------------------------------------------------------------
     def hidden(self, tokens: torch.Tensor, **masks: Any) -> torch.Tensor:
         """Normalised final hidden states [S, B, D] of tokens [B, S]; zeros where there is no token.
 
         masks: attention_mask, padding_mask or packed_seq_params, as RowFinder.find takes them.
         """
         mask = masks.pop("attention_mask", None)
-        return self(tokens, None, mask, output_processor=lambda *, hidden_states, **_: hidden_states, **masks)
+        return self(tokens, None, mask, output_processor=_hidden, **masks)
 
     def logprobs(
         self, tokens: torch.Tensor, labels: torch.Tensor, *, case: str, temperature: Temperature = 1.0, **masks: Any
@@ -91,15 +98,20 @@ class IsoGPTModel(GPTModel):
     ) -> list[torch.Tensor]:
         """Log-probabilities over the whole vocabulary after each token, [len, V] fp32 per sequence: for gates."""
         hidden = self.hidden(tokens, **masks)
-        shape = (hidden.shape[0], hidden.shape[1])
-        rows = self.runtime.rows.find(shape, hidden.device, **masks)
+        rows = self.runtime.rows.find(tuple(hidden.shape[:2]), hidden.device, **masks)
         return logprob.vocabulary(self.runtime, hidden, self.head_weight, rows, temperature)
 
     @property
     def head_weight(self) -> torch.Tensor:
         """[V, D]: the output layer's, or the embedding's where they are tied."""
         tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None  # a pipeline stage without a head has no log-probabilities either
+        return weight
+
+
+def _hidden(*, hidden_states: torch.Tensor, **_: Any) -> torch.Tensor:
+    return hidden_states
 
 
 def build(
@@ -107,15 +119,18 @@ def build(
     params: Mapping[str, torch.Tensor] | None = None,
     *,
     arch: str | None = None,
+    contract: Contract | str | Path | None = None,
+    identities: Mapping[str, Any] | None = None,
     **overrides: Any,
 ) -> IsoGPTModel:
     """A model on this machine's device. Call `start.single` first, or initialise Megatron yourself.
 
     Args:
       params: packed parameters (isojax.model.weights), copied; Megatron's own initialisation where None.
+      contract, identities: see bridges.megatron.adapter.install.
       overrides: TransformerConfig fields, such as recompute_granularity="full".
 
-    Raises: Unsupported, naming a field that this bridge does not run; CheckpointError.
+    Raises: Unsupported, naming a field that this bridge does not run; CheckpointError; AdapterRefusal, ContractError.
     """
     runtime = Runtime(config, arch)
     fields = {"perform_initialization": params is None} | overrides
@@ -130,6 +145,8 @@ def build(
     )
     if params is not None:
         weights.load_packed(model, params, config)
+    if contract is not None:
+        adapter.install(model, contract, identities=identities)
     return model.cuda() if torch.cuda.is_available() else model
 
 

@@ -89,7 +89,7 @@ class IsoLayerNormColumnParallelLinear(IsoColumnParallelLinear):
             prefix,
             {"weight": 0, "bias": 0},
             sharded_offsets,
-            tp_group=self.tp_group,
+            tp_group=self.tp_group,  # type: ignore[arg-type]
             dp_cp_group=metadata["dp_cp_group"],
         )
 

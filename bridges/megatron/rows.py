@@ -98,7 +98,7 @@ class RowFinder:
 
     def find(
         self,
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         device: torch.device,
         attention_mask: torch.Tensor | None = None,
         padding_mask: torch.Tensor | None = None,
@@ -125,7 +125,7 @@ class RowFinder:
                 self._kept.popitem(last=False)
         return rows
 
-    def _make(self, shape: tuple[int, int], device: torch.device, attention: Any, padding: Any, packed: Any) -> Rows:
+    def _make(self, shape: tuple[int, ...], device: torch.device, attention: Any, padding: Any, packed: Any) -> Rows:
         s, b = shape
         if packed is not None:
             starts, lens = _packed_sequences(packed, shape)
@@ -150,7 +150,7 @@ class RowFinder:
         )
         padded = len(made.positions)
         whole = padded == s * b and np.array_equal(index, np.arange(padded))
-        return Rows(shape, there(index.astype(np.int64)), tuple(map(int, lens)), batch, padded, whole)
+        return Rows((s, b), there(index.astype(np.int64)), tuple(map(int, lens)), batch, padded, whole)
 
     def _rope_table(self, device: torch.device) -> torch.Tensor:
         if device not in self._rope:
@@ -172,7 +172,7 @@ def _packed_tensors(packed: Any) -> tuple[Any, ...]:
     return () if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
 
 
-def _packed_sequences(packed: Any, shape: tuple[int, int]) -> tuple[Sequence[int], Sequence[int]]:
+def _packed_sequences(packed: Any, shape: tuple[int, ...]) -> tuple[Sequence[int], Sequence[int]]:
     """(first row, tokens) of each packed sequence."""
     if packed.qkv_format != "thd" or packed.cu_seqlens_q is None or shape[1] != 1:
         raise InputError(
@@ -228,5 +228,5 @@ def _prefixes(real: torch.Tensor) -> list[int]:
         i = int((~good).nonzero()[0])
         first = int(real[i].nonzero()[0])
         kind = f"is left-padded: its first token is at column {first}" if first else "has padding between its tokens"
-        raise InputError(f"sequence {i} {kind}; positions start at column 0: pad on the right, or pack (PackedSeqParams)")
+        raise InputError(f"sequence {i} {kind}; positions start at column 0: pad right, or pack (PackedSeqParams)")
     return lens.tolist()

@@ -31,6 +31,11 @@ class Runtime:
         self.norm = norm(config.eps, config.zero_centered)
         self.logprob = Call(head.logprob, diff=(0, 1))
 
+    def compiled_regions(self) -> list[str]:
+        """Names of the regions in the forwards that were compiled so far: what has really run."""
+        calls = (self.embed, self.layer, self.norm, self.logprob)
+        return sorted({name for call in calls for f in call.forwards() for name in f.program.regions()})
+
     def regions(self) -> list[str]:
         """Names of the regions of a forward, each once: what a contract has to cover."""
         c, dtype = self.config, jax.numpy.dtype(self.config.dtype)
@@ -58,7 +63,7 @@ def norm(eps: float, zero_centered: bool) -> Call:
 
 def _layer_state(config: DenseConfig) -> tuple[Any, dict[str, Any]]:
     graph, state = nnx.split(nnx.eval_shape(lambda: dense.Layer(config)))
-    return graph, {k[0]: v.get_value() for k, v in nnx.to_flat_state(state)}
+    return graph, {str(k[0]): v.get_value() for k, v in nnx.to_flat_state(state)}
 
 
 def _layer(config: DenseConfig) -> Any:

@@ -69,9 +69,9 @@ def submodules(qk_norm: bool) -> TransformerLayerSubmodules:
         self_attention=ModuleSpec(
             module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
         ),
-        self_attn_bda=get_bias_dropout_add,
+        self_attn_bda=get_bias_dropout_add,  # type: ignore[arg-type]  Megatron gives its own specs the same function
         mlp=get_mlp_module_spec_for_backend(backend=backend, use_te_activation_func=True),
-        mlp_bda=get_bias_dropout_add,
+        mlp_bda=get_bias_dropout_add,  # type: ignore[arg-type]
     )
 
 

@@ -33,7 +33,12 @@ def single(seed: int = 1234) -> None:
 
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),  # type: ignore[reportPrivateImportUsage]
+            rank=0,
+            world_size=1,
+        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel()
         model_parallel_cuda_manual_seed(seed)

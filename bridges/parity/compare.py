@@ -61,7 +61,11 @@ def _row(name: str, mode: str, phase: str, cut: slice, xs: list[Sequence], ys: l
     one = np.concatenate([x.logprobs[cut] for x in xs])
     two = np.concatenate([y.logprobs[cut] for y in ys])
     differing = int(np.count_nonzero(one.view(np.int32) != two.view(np.int32)))
-    pairs = [(p, q) for x, y in zip(xs, ys, strict=True) for p, q in zip(x.row_digests[cut], y.row_digests[cut], strict=False)]
+    pairs = [
+        (p, q)
+        for x, y in zip(xs, ys, strict=True)
+        for p, q in zip(x.row_digests[cut], y.row_digests[cut], strict=False)
+    ]
     if len(one) == 0:
         return Row(name, mode, phase, 0, 0, *[0.0] * 7, len(pairs), sum(p != q for p, q in pairs))
     delta = two.astype(np.float64) - one.astype(np.float64)

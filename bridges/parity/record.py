@@ -71,12 +71,18 @@ def check_pair(a: Record, b: Record) -> None:
     trainer counts only by its gradient-carrying forward.
     """
     if a.runtime == b.runtime:
-        raise InputError(f"both sides are {a.runtime}; a runtime compared with itself proves nothing; compare two runtimes")
+        raise InputError(
+            f"both sides are {a.runtime}; a runtime compared with itself proves nothing; compare two runtimes"
+        )
     for r in (a, b):
         if r.runtime == "megatron" and r.case != GRADIENT_CASE:
-            raise InputError(f"the trainer's record is {r.case}; record {GRADIENT_CASE}, the forward that carries gradients")
+            raise InputError(
+                f"the trainer's record is {r.case}; record {GRADIENT_CASE}, the forward that carries gradients"
+            )
     if a.sequences.keys() != b.sequences.keys():
-        raise InputError(f"the records hold {sorted(a.sequences)} and {sorted(b.sequences)}; run both on the same modes")
+        raise InputError(
+            f"the records hold {sorted(a.sequences)} and {sorted(b.sequences)}; run both on the same modes"
+        )
     for mode in a.sequences:
         pairs = list(zip(a.sequences[mode], b.sequences[mode], strict=True))
         if any((x.prompt, x.tokens) != (y.prompt, y.tokens) for x, y in pairs):

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
+import jax
 import torch
 
 from bridges.torch_ops.collectives import Groups
-from bridges.torch_ops.compile import compile_program
+from bridges.torch_ops.compile import Compiled, compile_program
 from isojax.errors import Refused
 from isojax.program import Program
 
 OnGrad = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
 
 
-def cast_to_leaf(index: int, x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+def cast_to_leaf(index: int, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     """The default on_grad: what torch itself does with an fp32 gradient of a bf16 tensor, said out loud."""
-    return grad.to(x.dtype)
+    return grad.to(leaf.dtype)
 
 
 class LayerFunction:
@@ -26,16 +28,16 @@ class LayerFunction:
     Attributes: forward, backward (Compiled), n_out, diff.
     """
 
-    def __init__(self, fwd: Any, bwd: Any, n_out: int, diff: tuple[int, ...]):
-        self.forward, self.backward, self.n_out, self.diff = fwd, bwd, n_out, diff
+    def __init__(self, forward: Compiled, backward: Compiled, n_out: int, diff: tuple[int, ...]):
+        self.forward, self.backward, self.n_out, self.diff = forward, backward, n_out, diff
 
     def __call__(self, *args: torch.Tensor, on_grad: OnGrad = cast_to_leaf) -> tuple[torch.Tensor, ...]:
-        """The flat outputs. Inputs are flat, as compile_program takes them.
+        """The flat outputs, for flat inputs as compile_program takes them.
 
-        on_grad(index, input, grad): called in backward for every flat input in `diff` that requires a gradient, with
-        the gradient in the dtype of the backward region (fp32 for weights); what it returns goes to autograd. A trainer
-        adds into `input.main_grad` there and returns what its own protocol wants. `input` is the caller's own tensor if
-        it is a leaf, else an alias of it.
+        on_grad(index, leaf, grad): called in backward for each input in `diff` that is a leaf and requires a gradient:
+        a parameter, or the detached input of a recomputed segment. `leaf` is the caller's own tensor, `grad` has the
+        dtype that the backward region gives (fp32 for weights). What it returns goes to autograd: a trainer adds into
+        `leaf.main_grad` and returns what its own protocol wants. Gradients of other inputs are cast to their dtype.
         """
         return _Layer.apply(self, on_grad, *args)  # type: ignore[no-any-return]
 
@@ -44,26 +46,27 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, layer: LayerFunction, on_grad: OnGrad, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outs = layer.forward(*args)
-        ctx.layer, ctx.on_grad = layer, on_grad
-        kept, n = outs[layer.n_out :], len(outs) - layer.n_out
-        ctx.n_kept = n
-        # A residual that is an input or an output is that very tensor, so nothing is copied. The differentiated inputs
-        # are saved as well, for on_grad: a leaf comes back as the same object, with its main_grad.
-        ctx.save_for_backward(*kept, *[args[i] for i in layer.diff])
-        ctx.mark_non_differentiable(*[o for o in outs[: layer.n_out] if not o.is_floating_point()])
-        return outs[: layer.n_out]
+        kept, outs = outs[layer.n_out :], outs[: layer.n_out]
+        ctx.layer, ctx.on_grad, ctx.n_kept = layer, on_grad, len(kept)
+        ctx.dtypes = [args[i].dtype for i in layer.diff]
+        ctx.leaves = [i for i in layer.diff if args[i].is_leaf and args[i].requires_grad]
+        # Residuals that are inputs or outputs are those very tensors: nothing is copied. A saved leaf comes back as
+        # the same object, with its main_grad.
+        ctx.save_for_backward(*kept, *[args[i] for i in ctx.leaves])
+        ctx.mark_non_differentiable(*[o for o in outs if not o.is_floating_point()])
+        return outs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cts: torch.Tensor) -> Any:
         layer, saved = ctx.layer, ctx.saved_tensors
-        kept, inputs = saved[: ctx.n_kept], saved[ctx.n_kept :]
-        # autograd may hand over an expanded scalar; the Program's inputs are contiguous
-        grads = layer.backward(*kept, *[c.contiguous() for c in cts])
+        leaves = dict(zip(ctx.leaves, saved[ctx.n_kept :], strict=True))
+        # autograd may hand over an expanded scalar, and regions take contiguous operands
+        grads = layer.backward(*saved[: ctx.n_kept], *[c.contiguous() for c in cts])
         full: list[Any] = [None] * len(ctx.needs_input_grad)
-        for i, x, g in zip(layer.diff, inputs, grads, strict=True):
+        for i, dtype, g in zip(layer.diff, ctx.dtypes, grads, strict=True):
             if ctx.needs_input_grad[i + 2]:
-                full[i + 2] = ctx.on_grad(i, x, g)
+                full[i + 2] = ctx.on_grad(i, leaves[i], g) if i in leaves else g.to(dtype)
         return tuple(full)
 
 
@@ -90,19 +93,26 @@ def layer_function(
     Raises: Refused if the two do not fit together; and what compile_program raises.
     """
     kept = len(fwd.outputs) - n_out
-    if n_out < 1 or len(bwd.inputs) != kept + n_out or len(bwd.outputs) != len(diff):
+    form = lambda avals: [(tuple(a.shape), str(a.dtype)) for a in avals]
+    takes = form(bwd.in_avals)
+    if takes != form([*fwd.out_avals[n_out:], *fwd.out_avals[:n_out]]) or len(bwd.outputs) != len(diff):
         raise Refused(
-            f"forward gives {n_out} outputs and {kept} residuals, backward takes {len(bwd.inputs)} and gives "
-            f"{len(bwd.outputs)} gradients for {len(diff)} inputs; pass the pair that trace_vjp returned"
+            f"with n_out={n_out} and {len(diff)} differentiated inputs the backward Program does not fit the forward "
+            f"one: it takes {len(takes)} values and gives {len(bwd.outputs)} gradients; pass trace_vjp's pair, n_out "
+            "outputs of the function, and diff_positions(specs, diff)"
         )
+    # JAX keeps every operand and output of a region; what no backward region reads need not live until then.
+    read = {v for s in bwd.steps for v in s.ins if isinstance(v, int)} | {v for v in bwd.outputs if isinstance(v, int)}
+    use = [i for i in range(kept) if bwd.inputs[i] in read]
+    take = lambda xs: [*(xs[i] for i in use), *xs[kept:]]
+    bwd = replace(bwd, inputs=take(bwd.inputs), in_avals=take(bwd.in_avals), input_names=[], in_tree=None)
+    fwd = replace(fwd, outputs=[*fwd.outputs[:n_out], *(fwd.outputs[n_out + i] for i in use)], out_tree=None)
     run = lambda p: compile_program(p, arch=arch, groups=groups, device=device)
     return LayerFunction(run(fwd), run(bwd), n_out, tuple(diff))
 
 
 def diff_positions(specs: Sequence[Any], diff: Sequence[int]) -> tuple[int, ...]:
     """Flat input positions of the arguments `diff` of trace_vjp(fn, *specs, diff=diff)."""
-    import jax
-
     sizes = [len(jax.tree.leaves(s)) for s in specs]
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     return tuple(starts[i] + k for i in diff for k in range(sizes[i]))

@@ -42,7 +42,8 @@ class Compiled:
     def __init__(self, program: Program, arch: str, device: torch.device, donate: tuple[int, ...], groups: Groups):
         self.program, self.arch, self.device, self.donate = program, arch, device, donate
         self.strided_operands = 0
-        self._index = device.index if device.type == "cuda" else -1
+        index = device.index
+        self._here = (lambda x: x.is_cpu) if device.type == "cpu" else (lambda x: x.get_device() == index)
         self._expected = [(tuple(a.shape), to_torch(a.dtype)) for a in _local_avals(program)]
         self._checked: tuple[int, ...] = ()
         code = _Code(program, backends.make(arch, device, self._count), groups, plan_writes(program, donate), True)
@@ -67,9 +68,9 @@ class Compiled:
     def _enter(self, args: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if len(args) != len(self._expected):
             raise InputError(f"{len(args)} inputs given; the Program takes {len(self._expected)}")
-        index, mended = self._index, None
+        here, mended = self._here, None
         for i, (x, (shape, dtype)) in enumerate(zip(args, self._expected, strict=True)):
-            if x.dtype is not dtype or x.shape != shape or x.get_device() != index:
+            if x.dtype is not dtype or x.shape != shape or not here(x):
                 mended = list(args) if mended is None else mended
                 mended[i] = self._mend(i, x)
         if self.donate:
@@ -78,7 +79,7 @@ class Compiled:
 
     def _mend(self, i: int, x: torch.Tensor) -> torch.Tensor:
         shape, dtype = self._expected[i]
-        if tuple(x.shape) == shape and x.get_device() == self._index:
+        if tuple(x.shape) == shape and self._here(x):
             if dtype is torch.int32 and x.dtype is torch.int64 and i not in self.donate:
                 return narrow(x, self._name(i))
         raise InputError(
@@ -125,14 +126,14 @@ def compile_program(
     Raises: Refused (a write that cannot be proved safe, movement that torch would do otherwise), Unsupported (a region
     on this arch), Unavailable (no such device, no process group).
     """
-    if device is None:
-        device = "cpu" if arch == "cpu" else backends.current_cuda()
-    device = torch.device(device)
-    if (arch == "cpu") != (device.type == "cpu"):
+    where = (
+        torch.device("cpu") if arch == "cpu" else backends.current_cuda() if device is None else torch.device(device)
+    )
+    if where.type == "cuda" and where.index is None:
+        where = backends.current_cuda()
+    if device is not None and torch.device(device).type != ("cpu" if arch == "cpu" else "cuda"):
         raise Unavailable(f"arch {arch!r} does not run on {device}; cpu runs on 'cpu', sm90 on 'cuda'")
-    if device.type == "cuda" and device.index is None:
-        device = backends.current_cuda()
-    return Compiled(program, arch, device, tuple(donate), groups or {})
+    return Compiled(program, arch, where, tuple(donate), groups or {})
 
 
 def narrow(x: torch.Tensor, what: str = "input") -> torch.Tensor:
@@ -142,7 +143,7 @@ def narrow(x: torch.Tensor, what: str = "input") -> torch.Tensor:
     """
     fits = ((x >= INT32_MIN) & (x <= INT32_MAX)).all()
     if x.is_cuda:
-        torch._assert_async(fits, f"{what}: an int64 value lies outside int32")
+        torch.ops.aten._assert_async.msg(fits, f"{what}: an int64 value lies outside int32")
     elif not fits:
         raise InputError(f"{what}: int64 values {x.min().item()} to {x.max().item()} do not fit int32")
     return x.to(torch.int32)
@@ -246,7 +247,7 @@ class _Code:
         elif s.kind == "collective":
             fn, several = self._collective(s), len(s.outs) > 1
         elif s.name == "scatter":
-            fn, several = rules.scatter(s, self.backend.device, k in self.writes), False
+            fn, several = rules.scatter(s, k in self.writes), False
         elif s.name in rules.RULES:
             fn = rules.RULES[s.name](s, self.backend.device)
             several = len(s.outs) > 1 or s.name in ("split", "unstack")

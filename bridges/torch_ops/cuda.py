@@ -1,8 +1,8 @@
 """Regions in torch on CUDA: launch a region's Mosaic kernels on torch's current stream.
 
-A launch is one cuLaunchKernelEx with its TMA descriptors passed by value: no allocation outside torch, no copy, no wait.
-So it may be captured in a CUDA graph and replayed with other contents in the same buffers. Compiling loads a CUDA module,
-which may not happen during capture: launchers are built before.
+A launch is one cuLaunchKernelEx with its TMA descriptors passed by value: no allocation outside torch, no copy, no
+wait. So it may be captured in a CUDA graph and replayed with other contents in the same buffers. Compiling loads a CUDA
+module, which may not happen during capture: launchers are built before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _launchers: dict[Any, Launcher] = {}
 def region_function(region: Region, avals: Sequence[Any], statics: Mapping[str, Any], device: torch.device) -> Launcher:
     """The launcher of one region call on one device, built once per process.
 
-    Raises: Unsupported; Unavailable without the CUDA plug-in, or when it is not built yet and a graph is being captured.
+    Raises: Unsupported; Unavailable without the CUDA plug-in, or when it is not built yet while a graph is captured.
     """
     key = (region, device, tuple(sorted(statics.items())), tuple((tuple(a.shape), str(a.dtype)) for a in avals))
     if key not in _launchers:

@@ -175,8 +175,7 @@ def _gather(s, device):
     return lambda x, i: x[tuple(i.unbind(-1))]
 
 
-@rule("scatter")
-def scatter(s: Step, device: torch.device, inplace: bool = False) -> Callable[..., torch.Tensor]:
+def scatter(s: Step, inplace: bool) -> Callable[..., torch.Tensor]:
     d, i = s.params["dimension_numbers"], s.in_avals[1]
     n = len(d.scatter_dims_to_operand_dims)
     leading = tuple(range(n))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import torch
+from jax.core import ShapedArray
 
 from bridges.torch_ops import backend as backends
 from bridges.torch_ops.compile import Compiled, compile_program, narrow
@@ -19,7 +20,7 @@ from isojax.region import Region, Residuals
 ROW_TILE = {"cpu": schedule.ROW_TILE, "sm90": 64}
 PROBES = (3 * 64, 5 * 64)  # two row counts, both multiples of every arch's tile: what changes between them is rows
 
-Operand = torch.Tensor | None
+Operand = Any  # torch.Tensor, or None where it is absent
 
 
 class Out(NamedTuple):
@@ -132,7 +133,7 @@ class Single:
         return out, arch, device, rows, padded
 
     @staticmethod
-    def _pad(x: torch.Tensor, rows: int) -> torch.Tensor:
+    def _pad(x: torch.Tensor, rows: Any) -> torch.Tensor:
         return x if x.shape[0] == rows else torch.cat([x, x.new_zeros(rows - x.shape[0], *x.shape[1:])])
 
     @staticmethod
@@ -172,17 +173,15 @@ class Single:
         return self._traced[key]
 
     def _trace_vjp_anew(self, avals: list[Any], statics: Mapping[str, Any]) -> tuple[Program, tuple[int, ...]]:
-        region, found = self.region, []
-        if region.backward is None:
+        region, found, backward = self.region, [], self.region.backward
+        if backward is None:
             raise Unsupported(region.name, "a gradient", "no gradient", f"define it with {region.name}.vjp(...)")
         args, bound = region.bind(tuple(avals), dict(statics))
         outs = [jax.ShapeDtypeStruct(o.shape, o.dtype) for o in region.out_avals(_shaped(args), bound)]
 
         def pull(args: Any, outs: Any, cts: Any) -> list[Any]:
             full, user = region.expand(args, bound)
-            grads = region.backward(
-                Residuals(tuple(full), tuple(outs)), cts[0] if region.outputs == 1 else tuple(cts), **user
-            )
+            grads = backward(Residuals(tuple(full), tuple(outs)), cts[0] if region.outputs == 1 else tuple(cts), **user)
             found[:] = [i for i, g in enumerate(grads) if g is not None and full[i] is not None]
             return [grads[i] for i in found]
 
@@ -190,4 +189,4 @@ class Single:
 
 
 def _shaped(avals: Sequence[Any]) -> list[Any]:
-    return [jax.core.ShapedArray(a.shape, a.dtype) for a in avals]
+    return [ShapedArray(a.shape, a.dtype) for a in avals]

@@ -28,7 +28,7 @@ def integers(a: Any) -> np.ndarray:
 
 
 def compare(got: Any, want: Any, label: str = "") -> Diff:
-    """Count the elements whose bits differ. Raises ValueError where shapes or dtypes differ: nothing can be equal then."""
+    """Count the elements whose bits differ. Raises ValueError where shapes or dtypes differ."""
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or got.dtype != want.dtype:
         raise ValueError(f"{label}: cannot compare {got.dtype}{got.shape} with {want.dtype}{want.shape}")

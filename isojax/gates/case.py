@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Context:
-    """What a custom gate gets. execute(region, args, statics) runs a region on `arch` -> all outputs, as NumPy arrays."""
+    """What a custom gate gets. execute(region, args, statics) runs a region on `arch`, giving all outputs in NumPy."""
 
     arch: str
     quick: bool

@@ -103,7 +103,7 @@ def check(
     return total
 
 
-# -- negative controls --------------------------------------------------------------------------------------------------
+# -- negative controls -------------------------------------------------------------------------------------------------
 def _flip(outs: Sequence[np.ndarray], rows: Any) -> list[np.ndarray]:
     """The outputs with the last bit of the first element of `rows` flipped in output 0."""
     first = np.array(outs[0])

@@ -45,7 +45,7 @@ class Jitted:
     ) -> tuple[np.ndarray, ...]:
         """Any jnp function, cached by `name`, on the same device."""
         absent = tuple(i for i, a in enumerate(args) if a is None)
-        key = (name, absent, tuple(sorted(statics.items())))
+        key = (name, len(args), absent, tuple(sorted(statics.items())))
         if key not in self.cache:
 
             def call(*present):
@@ -74,8 +74,8 @@ def run_gate(
     arch: 'cpu' (the reference) or 'sm90' (the kernel, through jax.jit on a GPU). quick: batches up to 65 rows only.
     execute: runs a region in place of jax.jit, for instance the interpreter or a runtime's launcher.
 
-    Raises: GateBroken where a negative control passed, Unavailable where the arch cannot run here, RegionError where the
-    region is unknown or has no gate.
+    Raises: GateBroken where a negative control passed, Unavailable where the arch cannot run here, RegionError where
+    the region is unknown or has no gate.
     """
     region, jitted = regions.lookup(name), Jitted(arch if execute is None else "cpu")
     batches = rowgate.QUICK_BATCHES if quick else rowgate.BATCHES

@@ -47,7 +47,9 @@ def accumulate(acc: jax.Array, a: jax.Array, b, at: tuple = ()) -> jax.Array:
     The wgmma has finished when this returns.
     """
     if interpreting():
-        return acc + jnp.dot(a, b[at], preferred_element_type=jnp.float32)
+        value = b[at]
+        plgpu.commit_smem()  # this read, unlike the wgmma's, is not ordered before a later copy into b
+        return acc + jnp.dot(a, value, preferred_element_type=jnp.float32)
 
     def scope(ref):
         plgpu.wgmma(ref, a, b.at[at])  # indexed in here: run_state would carry the index as a value

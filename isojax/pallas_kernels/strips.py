@@ -2,7 +2,7 @@
 
 A row of n elements is cut, widest accesses first, into strips whose width is a multiple of 128. What is left over at
 the end is covered by a strip that overlaps its predecessor: its first `seen` elements were loaded before, so a
-reduction masks them, and writing them again writes the same bits. So no access is out of bounds and no row needs padding.
+reduction masks them, and writing them again writes the same bits. No access is out of bounds, no row needs padding.
 The cut is a function of n alone, which makes a row's reduction tree a constant of the region (docs/bits.md, rule 3).
 """
 

@@ -62,3 +62,33 @@ def checkpoint(folder: Path, family: str = "llama", seed: int = 0, **changes: An
     ).save_pretrained(path)
     hf.save_pretrained(path)  # last: its presence says that the folder is whole
     return path
+
+
+def hf_model(family: str, seed: int = 0, **changes: Any) -> Any:
+    """The transformers model with the weights of `checkpoint`, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from isojax.model import weights
+    from isojax.model.config import from_hf
+
+    hf = hf_config(family, **changes)
+    config = from_hf(hf)
+    model = AutoModelForCausalLM.from_config(hf, dtype=torch.float32)
+    tensors = weights.to_hf(weights.random(config, seed), config)
+    absent, unknown = model.load_state_dict({k: v.float() for k, v in tensors.items()}, strict=False)
+    assert not unknown and set(absent) <= {"lm_head.weight"}, (absent, unknown)
+    return model.eval()
+
+
+def save(family: str, folder: Path, seed: int = 0, **changes: Any) -> Path:
+    """`checkpoint`, family first."""
+    return checkpoint(folder, family, seed, **changes)
+
+
+def prompts(count: int, seed: int = 0) -> list[list[int]]:
+    """Random token sequences of 3 to 40 tokens."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    return [rng.integers(4, VOCAB, rng.integers(3, 41)).tolist() for _ in range(count)]

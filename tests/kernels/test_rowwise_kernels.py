@@ -164,3 +164,26 @@ def test_unsupported_operands_are_refused(name, args, statics):
     region = lookup(name)
     with pytest.raises(Unsupported, match=name.replace(".", r"\.")):
         region.check("sm90", *region.bind(args, statics))
+
+
+@pytest.mark.parametrize("name", ("norms.rms", "mlp.swiglu"))
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(name):
+    x, w = draw(np.random.default_rng(5), 5, 1152), draw(np.random.default_rng(6), 1152)
+    args = lambda rows: (rows, w) if name == "norms.rms" else (rows,)
+    statics = {"eps": 1e-6} if name == "norms.rms" else {}
+    batch = interpret(lookup(name), args(x), statics)
+    alone = interpret(lookup(name), args(x[3:4]), statics)
+    turned = interpret(lookup(name), args(np.roll(x, 1, 0)), statics)
+    for b, a, t in zip(batch, alone, turned, strict=True):
+        assert b[3:4].tobytes() == a.tobytes() and np.roll(b, 1, 0).tobytes() == t.tobytes()
+
+
+def test_prep_reads_the_table_by_position_and_not_by_row():
+    rng = np.random.default_rng(8)
+    rope, qkv = rng.uniform(-1, 1, (40, 64)).astype(np.float32), draw(rng, 16, 192)
+    statics = {"kv_heads": 1, "head_dim": 64}
+    first = interpret(lookup("attn.prep"), (qkv, None, None, None, rope, np.arange(16, dtype=np.int32) + 20), statics)
+    order = rng.permutation(16)
+    second = interpret(lookup("attn.prep"), (qkv[order], None, None, None, rope, order.astype(np.int32) + 20), statics)
+    for a, b in zip(first, second, strict=True):
+        assert a[order].tobytes() == b.tobytes()

@@ -58,7 +58,6 @@ def cases(rng, rows):
 
     return [
         case("llama", 64, 3, 1, bias=False, norm=False),
-        case("qwen2", 128, 4, 2, bias=True, norm=False),
         case("qwen3", 128, 4, 2, bias=False, norm=True),
         case("all, zero_centered", 64, 6, 2, bias=True, norm=True, zero_centered=True),
     ]

@@ -105,6 +105,8 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
             for o, x in zip((at, at + half), now, strict=True):
                 out[:, pl.ds(o, half)] = x.astype(dtype)
 
+    # An explicit tiling, or layout inference swizzles what is written one row at a time.
+    tiled = (plgpu.TilingTransform((1, half)),)  # pyright: ignore[reportAbstractUsage]
     return plgpu.kernel(
         attn_prep,
         out_type=(
@@ -114,8 +116,7 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
         grid=(tokens // TOKENS, kv_heads),
         grid_names=("tile", "kv_head"),
         scratch_types=[
-            # An explicit tiling, or layout inference swizzles what is written one row at a time.
-            plgpu.SMEM((TOKENS, head_dim), f32, transforms=(plgpu.TilingTransform((1, half)),)),
+            plgpu.SMEM((TOKENS, head_dim), f32, transforms=tiled),
             plgpu.Barrier(num_arrivals=TOKENS),
         ],
     )(qkv, *present, rope, positions)

@@ -85,6 +85,8 @@ class Rows:
 
     def limits(self) -> jax.Array:
         """[64] last key that each MMA row sees."""
+        if self.shape.tile == 1:
+            return plgpu.layout_cast(jnp.full((ROWS,), self.position, i32), ROW)
         row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
         return self.position + (row & (self.shape.tile - 1))
 

@@ -7,7 +7,9 @@ from isojax.region import region
 from isojax.types import Real
 
 
-@region("grad.accumulate", version=1, backward=True, constants={"accumulate": "float32", "order": "operands, ascending"})
+@region(
+    "grad.accumulate", version=1, backward=True, constants={"accumulate": "float32", "order": "operands, ascending"}
+)
 def accumulate(*parts: Real["..."]) -> Real["..."]:
     """Sum of the operands in fp32, in their order, rounded once to the first operand's dtype."""
     ...

@@ -7,7 +7,7 @@ balanced tree over the leaves.
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.head import reference, vjp
+from isojax.pallas_kernels.head import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAVES, VOCAB_TILE
 from isojax.types import F32, I32, Real
@@ -52,8 +52,11 @@ def logprob_bwd(
 
 
 logits.reference(reference.logits)
+logits.kernel("sm90", kernel_sm90.logits, supports=kernel_sm90.logits_supports)
 logprob_rows.reference(reference.logprob_rows)
+logprob_rows.kernel("sm90", kernel_sm90.logprob_rows, supports=kernel_sm90.logprob_rows_supports)
 logprob.reference(reference.logprob)
+logprob.kernel("sm90", kernel_sm90.logprob, supports=kernel_sm90.logprob_supports)
 logprob.vjp(vjp.logprob)
 logprob_bwd.reference(reference.logprob_bwd)
 logprob_bwd.kernel("sm90", reference.logprob_bwd, kind="xla")

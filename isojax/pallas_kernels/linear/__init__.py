@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.linear import reference, vjp
+from isojax.pallas_kernels.linear import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAF_QUANTUM, LEAVES
 from isojax.types import F32, Real
@@ -42,8 +42,10 @@ def wgrad(ct: Real["T N"], x: Real["T K"]) -> F32["N K"]:
 
 
 column.reference(reference.column)
+column.kernel("sm90", kernel_sm90.column, supports=kernel_sm90.column_supports)
 column.vjp(vjp.linear)
 row.reference(reference.row, supports=reference.row_supports)
+row.kernel("sm90", kernel_sm90.row, supports=kernel_sm90.row_supports)
 row.vjp(vjp.row)
 dgrad.reference(reference.dgrad)
 dgrad.kernel("sm90", reference.dgrad, kind="xla")

@@ -12,6 +12,7 @@ are exact no-ops.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,11 +28,12 @@ PRODUCER_REGISTERS = 40
 
 
 class Item(NamedTuple):
-    """One work item: the first row of x, the first row of w and the first column of both."""
+    """One work item: the first row of x, the first row of w, the first column of both, and a leaf for finish to know."""
 
     row: Any
     col: Any
-    depth: Any
+    depth: Any = 0
+    leaf: Any = 0
 
 
 class Scratch(NamedTuple):
@@ -41,7 +43,7 @@ class Scratch(NamedTuple):
     w: Any  # [stages, cols, k]
     full: Any  # a stage is filled
     free: Any  # a stage may be overwritten
-    stage: Any  # [warpgroups, 2, 64, chunk]: output on its way to TMA; absent where nothing is stored
+    stage: Any  # [warpgroups, 2, 64, wide]: output on its way to TMA; absent where nothing is stored
     park: Any  # [levels, warpgroups, m, n] fp32: upper levels of the tree; absent where registers suffice
 
 
@@ -49,20 +51,23 @@ def tiled(cols: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms that store a [.., rows, cols] buffer as wgmma and TMA want it: 8-row tiles, widest swizzle."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(cols * size * 8)
-    return plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
+    tiling = plgpu.TilingTransform((8, swizzle // size))
+    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)
 
 
-def chunk(n: int, dtype: Any) -> int:
-    """Columns stored at a time: 128 bytes, or the widest power of two that divides n."""
-    widest = 128 // jnp.dtype(dtype).itemsize
-    return min(widest, n & -n)
+def chunk(n: int, total: int, dtype: Any) -> int:
+    """Columns stored at a time: 128 bytes, or less where that divides neither a warpgroup's n nor the output's total.
+
+    Mosaic's TMA sees the output as whole [8, chunk] tiles, so both the origin and the size must be multiples.
+    """
+    both = math.gcd(n, total)
+    return min(128 // jnp.dtype(dtype).itemsize, both & -both)
 
 
-def scratch(t: Tiles, leaves: int, out_dtype: Any | None) -> Scratch:
-    """The scratch types of a product with these tiles, in the order of Scratch's fields; None where absent."""
+def scratch(t: Tiles, leaves: int, out_dtype: Any = None, wide: int = 0) -> Scratch:
+    """The scratch types of a product with these tiles; None where absent. wide: columns stored at a time, if any are."""
     groups, stage, park, used = t.warpgroups, None, None, 0
-    if out_dtype is not None:
-        wide = chunk(t.n, out_dtype)
+    if wide:
         stage = plgpu.SMEM((groups, 2, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
         used += groups * 2 * 64 * wide * jnp.dtype(out_dtype).itemsize
     if levels := t.parked(leaves):
@@ -243,16 +248,24 @@ def product(
         plgpu.wait_smem_to_gmem(0)
 
 
-def store(out: Any, s: Scratch, row: Any, col: Any, value: jax.Array) -> None:
-    """Round value [m, n] to out's dtype and write it to out[row:, col:], 64 rows of a chunk at a time, by TMA."""
+def store(out: Any, s: Scratch, row: Any, col: Any, value: jax.Array, limit: Any = None) -> None:
+    """Round value [m, n] to out's dtype and write it to out[row:, col:], 64 rows of a chunk at a time, by TMA.
+
+    What lies past the edge of out is clipped. limit: columns from there on are left alone; a multiple of the chunk.
+    """
     wg = lax.axis_index("wg")
     m, n = value.shape
     wide = s.stage.shape[-1]
     value = value.astype(out.dtype)
-    parts = [(i, j) for i in range(0, m, 64) for j in range(0, n, wide)]
-    for slot, (i, j) in enumerate(parts):
+
+    def part(slot: int, i: int, j: int) -> None:
         buffer = s.stage.at[wg, slot % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before last has read this buffer
         buffer[...] = value[i : i + 64, j : j + wide]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row + i, 64), pl.ds(col + j, wide)])
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # both buffers are free, however many parts the last call had
+    for slot, (i, j) in enumerate((i, j) for i in range(0, m, 64) for j in range(0, n, wide)):
+        write = functools.partial(part, slot, i, j)
+        write() if limit is None else pl.when(col + j < limit)(write)

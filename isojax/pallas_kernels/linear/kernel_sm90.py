@@ -34,17 +34,18 @@ def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) ->
 
     def locate(i):
         r, c = at(i)
-        return gemm.Item(r * t.rows, c * t.cols, 0)
+        return gemm.Item(r * t.rows, c * t.cols)
 
     def body(x, w, out, s):
         def finish(_, r, c, total):
             gemm.store(out, s, r, c, total)
 
-        steps = -(-leaf_width(k, leaves) // t.k)
+        steps = leaf_width(k, leaves) // t.k
         gemm.product(x, w, s, t, items=items, locate=locate, steps=steps, leaves=leaves, finish=finish)
 
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
-    return gemm.launch(body, out, t, items, gemm.scratch(t, leaves, out_dtype))(x, weight)
+    s = gemm.scratch(t, leaves, out_dtype, gemm.chunk(t.n, n, out_dtype))
+    return gemm.launch(body, out, t, items, s)(x, weight)
 
 
 def partials(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int) -> jax.Array:
@@ -55,28 +56,32 @@ def partials(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int) -> jax.Arra
 
     def locate(i):
         r, c = at(jax.lax.div(i, leaves))
-        return gemm.Item(r * t.rows, c * t.cols, jax.lax.rem(i, leaves) * width)
+        leaf = jax.lax.rem(i, leaves)
+        return gemm.Item(r * t.rows, c * t.cols, leaf * width, leaf)
 
     def body(x, w, out, s):
         def finish(item, r, c, total):
-            gemm.store(out.at[jax.lax.div(item.depth, width)], s, r, c, total)
+            gemm.store(out.at[item.leaf], s, r, c, total)
 
         product = dict(items=leaves * tiles_each, locate=locate, steps=width // t.k, leaves=1)
         gemm.product(x, w, s, t, **product, finish=finish)
 
     out = jax.ShapeDtypeStruct((leaves, rows, n), jnp.float32)
-    return gemm.launch(body, out, t, leaves * tiles_each, gemm.scratch(t, 1, jnp.float32))(x, weight)
+    s = gemm.scratch(t, 1, jnp.float32, gemm.chunk(t.n, n, jnp.float32))
+    return gemm.launch(body, out, t, leaves * tiles_each, s)(x, weight)
 
 
 def add_tree(parts: jax.Array, dtype) -> jax.Array:
-    """[leaves, T, N] fp32 -> [T, N]: the balanced tree over leaves, then one rounding. T a multiple of 64."""
+    """[leaves, T, N] fp32 -> [T, N]: the balanced tree over leaves, then one rounding. T a multiple of 64, N of 8."""
     leaves, rows, n = parts.shape
+    wide = min(128, n & -n)
+    tall = 1024 // wide  # 8 elements a thread
 
     def body(parts, out):
-        at = pl.ds(jax.lax.axis_index("row") * 8, 8), pl.ds(jax.lax.axis_index("col") * 128, 128)
+        at = pl.ds(jax.lax.axis_index("row") * tall, tall), pl.ds(jax.lax.axis_index("col") * wide, wide)
         out[at] = tree([parts[(i, *at)] for i in range(leaves)], jnp.add).astype(dtype)
 
-    grid = dict(grid=(rows // 8, n // 128), grid_names=("row", "col"))
+    grid = dict(grid=(rows // tall, n // wide), grid_names=("row", "col"))
     return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((rows, n), dtype), **grid)(parts)
 
 
@@ -87,12 +92,22 @@ def supports(region: str, x, weight, leaves: int = 1) -> None:
         if a.dtype != jnp.bfloat16:
             raise Unsupported(region, f"{name} of {a.dtype}", "bfloat16 on sm90", "cast it, or use arch cpu")
     if rows % 64 or not rows:
-        raise Unsupported(region, f"T = {rows}", "T a positive multiple of 64 on sm90", "pad the rows")
+        raise Unsupported(region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing")
     if n % 8:
-        raise Unsupported(region, f"N = {n}", "N a multiple of 8 on sm90 (TMA strides)", "pad the weight's rows")
-    if leaves == 1 and k % 8:
-        raise Unsupported(region, f"K = {k}", "K a multiple of 8 on sm90 (TMA strides)", "pad K with zeros")
-    if leaves > 1 and (k % leaves or not tiles.step(k // leaves)):
-        mend = "zero-pad each leaf to a multiple of 16 columns, or choose fewer leaves"
-        allowed = "K / leaves a multiple of 16 on sm90"
-        raise Unsupported(region, f"K = {k} with {leaves} leaves", allowed, mend)
+        raise Unsupported(region, f"N = {n}", "N a multiple of 8 on sm90", "pad the weight with rows of zeros")
+    if leaves & (leaves - 1) or leaves < 1:
+        raise Unsupported(region, f"{leaves} leaves", "1, 2, 4, 8, ...", "choose the next power of two")
+    if k % leaves or not tiles.step(k // leaves):
+        given = f"K = {k}" + (f" with {leaves} leaves" if leaves > 1 else "")
+        mend = "zero-pad each leaf to a multiple of 16 columns" + (", or choose fewer leaves" if leaves > 1 else "")
+        raise Unsupported(region, given, "K / leaves a multiple of 16 on sm90", mend)
+
+
+def column_supports(x, weight) -> None:
+    """What linear.column takes on sm90; raises Unsupported."""
+    supports("linear.column", x, weight)
+
+
+def row_supports(x, weight, *, leaves) -> None:
+    """What linear.row takes on sm90; raises Unsupported."""
+    supports("linear.row", x, weight, leaves)

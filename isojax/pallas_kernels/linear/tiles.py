@@ -63,28 +63,34 @@ def step(width: int) -> int:
 
 
 def one_wave(t: int, n: int, rows: int) -> int:
-    """Columns of a block tile such that all SMs have one of these tiles, as evenly as multiples of 16 allow."""
+    """Columns of a block tile such that the SMs get one tile each, as evenly as multiples of 16 allow; 16 to 256."""
     return min(256, max(16, -(-n * -(-t // rows) // SMS // 16) * 16))
 
 
 def for_column(t: int, n: int, k: int) -> Tiles:
     """Tiles of a single chain over K: x [t, k], weight [n, k]."""
-    del k
-    if t <= 256:
-        # Weights are streamed once: fewer, taller tiles waste no bandwidth on x, narrow ones keep every SM busy.
-        rows = 64 if t <= 64 else 128
-        cols = one_wave(t, n, rows)
-        return Tiles(64, cols, 64, (rows // 64, 1))
-    if t * n >= 256 * 128 * SMS:
-        return Tiles(128, 128, 64, (2, 1))
-    return Tiles(64, 128, 64, (2, 1))
+    if t > 256:
+        big = t * n >= 256 * 128 * SMS
+        return Tiles(128 if big else 64, 128, step(k), (2, 1))
+    # Weights are streamed once; as many narrow tiles as there are SMs share that work.
+    rows = 64 if t <= 64 else 128
+    cols = one_wave(t, n, rows)
+    if rows == 64 and cols >= 128:
+        return Tiles(64, cols // 2, step(k), (1, 2))
+    return Tiles(64, cols, step(k), (rows // 64, 1))
 
 
 def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
-    """Tiles of `leaves` chains and their tree. k / leaves must be a multiple of 16."""
-    deep = step(k // leaves)
-    if t <= 256:
-        # One block a leaf: the tree costs a second kernel over `leaves` fp32 partials, which stay in L2.
-        rows = 64 if t <= 64 else 128
-        return Tiles(64, min(128, one_wave(t, n * leaves, rows)), deep, (rows // 64, 1), split=True)
-    return Tiles(64, 128, deep, (2, 1))
+    """Tiles of `leaves` chains and their tree; k / leaves is a multiple of 16."""
+    if t > 256:
+        return Tiles(64, 128, step(k // leaves), (2, 1))
+    # One block a leaf: few rows still occupy all SMs, and the partials that a second kernel adds stay in L2.
+    rows = 64 if t <= 64 else 128
+    return Tiles(64, min(128, one_wave(t, n * leaves, rows)), step(k // leaves), (rows // 64, 1), split=True)
+
+
+def for_vocabulary(t: int, k: int, emit_logits: bool = False) -> Tiles:
+    """Tiles of the fused head: a warpgroup's accumulator is made of [64, 128] blocks of one vocabulary leaf."""
+    if t % 128:
+        return Tiles(64, 128, step(k), (1, 2))
+    return Tiles(64 if t % 256 or emit_logits else 128, 128, step(k), (2, 1))

@@ -78,5 +78,9 @@ def fused_equals_parts(context: Context) -> GateResult:
     # control: the same sums, but x is normalised before half of delta is added
     moved = compare_all(fused[1:], context.execute(rms, (parts(d * np.asarray(0.5, d.dtype))[0], w), statics))
     return GateResult(
-        "norms.add_rms/equals residual.add then norms.rms", diff.checked, diff.differing, moved.differing > 0, diff.first
+        "norms.add_rms/equals residual.add then norms.rms",
+        diff.checked,
+        diff.differing,
+        moved.differing > 0,
+        diff.first,
     )

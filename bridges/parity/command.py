@@ -1,0 +1,71 @@
+"""`isojax parity`: the main job on the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from isojax.errors import InputError
+
+
+def parity(
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder; the demo model if left out.")] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A prompt; repeatable. Eight demo prompts if left out.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens generated per prompt and mode.")] = 32,
+    arch: Annotated[str, typer.Option(help="cpu or sm90.")] = "cpu",
+    contract: Annotated[Path | None, typer.Option(help="Contract file; the shipped dense profile if left out.")] = None,
+    stock: Annotated[bool, typer.Option(help="Measure the stock stack beside ours.")] = True,
+    out: Annotated[Path, typer.Option(help="Folder for records, logs and report.html.")] = Path(".iso/parity"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Engine, trainer and JAX reference on the same tokens. Exit code 0 only if IsoJAX differs nowhere."""
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+
+    from bridges.parity import report
+    from bridges.parity.run import STEPS, Result, run
+    from isojax import batch, demo, doctor
+    from isojax.model.config import load_config
+
+    if arch not in ("cpu", "sm90"):
+        raise InputError(f"arch {arch!r} is unknown; allowed are cpu and sm90")
+    if arch == "sm90":
+        doctor.require_sm90()
+    doctor.require_vllm()
+    doctor.require_megatron()
+    path = str(demo.checkpoint()) if model is None else model
+    config = load_config(path)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    prompts = [list(tokenizer(p).input_ids) for p in (prompt or demo.PROMPTS)]
+    batch.check_tokens(prompts, config.vocab, config.positions - tokens)
+
+    result = None
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("parity", total=len(STEPS) if stock else len(STEPS) - 2)
+        for event in run(out, path, prompts, tokens, arch, contract=contract, stock=stock):
+            if isinstance(event, Result):
+                result = event
+            else:
+                bar.update(task, description=event)
+                bar.advance(task, 0 if event == next(iter(STEPS)) else 1)
+        bar.advance(task)
+    assert result is not None
+    report.write_html(result, out / "report.html")
+    (out / "result.json").write_text(json.dumps(report.plain(result), indent=1))
+    if as_json:
+        print(json.dumps(report.plain(result), indent=1))
+    else:
+        console = Console(width=max(Console().width, 150))
+        report.show(result, console)
+        verdict = "0 differing: equal in every bit" if result.zero else "IsoJAX DIFFERS"
+        console.print(f"{verdict}; report: {out / 'report.html'}", style="green" if result.zero else "bold red")
+    if not result.zero:
+        raise typer.Exit(1)

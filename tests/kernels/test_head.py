@@ -1,0 +1,171 @@
+"""The head on sm90: interpreter against reference, the two kinds of log-probability against each other, the compile."""
+
+from __future__ import annotations
+
+import functools
+import re
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import compiles, interpret, reference, spec
+
+from isojax.errors import Unsupported
+from isojax.kernel_plan import Launch, kernel_plan
+from isojax.lowering import canonical_asm, compile_sm90
+from isojax.pallas_kernels.head import kernel_sm90
+from isojax.pallas_kernels.linear.tiles import Tiles, for_vocabulary
+from isojax.region import lookup
+
+LOGITS, LOGPROB_ROWS, LOGPROB = (lookup(f"head.{n}") for n in ("logits", "logprob_rows", "logprob"))
+F32, I32 = jnp.float32, jnp.int32
+V = 1152  # leaves of 144 columns: a whole tile and one of 16
+HIDDEN, VOCAB = 2048, 151936
+
+
+def draw(rows, vocab=V, temperature=0.7, width=32):
+    rng = np.random.default_rng(rows)
+    hidden = np.asarray(rng.standard_normal((rows, width)), jnp.bfloat16)
+    weight = np.asarray(rng.standard_normal((vocab, width)), jnp.bfloat16)
+    targets = rng.integers(0, vocab, rows).astype(np.int32)
+    targets[:2] = 0, vocab - 1
+    return hidden, weight, targets, np.full(rows, 1 / temperature, np.float32)
+
+
+def test_logits_match_reference():
+    hidden, weight, *_ = draw(64, 96)
+    (got,), (want,) = interpret(LOGITS, (hidden, weight)), reference(LOGITS, (hidden, weight))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("temperature", (1.0, 0.7))
+def test_fused_equals_rows_of_the_same_logits(temperature):
+    """NumPy's products depend on the tile, so the interpreter's check starts from the logits that the fused kernel saw."""
+    args = draw(64, temperature=temperature)
+    logprob, lse, raw = interpret(LOGPROB, args, {"emit_logits": True})
+    rows, lse_rows = interpret(LOGPROB_ROWS, (raw, args[3]))
+    assert lse.tobytes() == lse_rows.tobytes()
+    assert logprob.tobytes() == np.take_along_axis(rows, args[2][:, None], 1)[:, 0].tobytes()
+    want = reference(LOGPROB, args, {"emit_logits": True})
+    for got, ref in zip((logprob, lse, raw), want, strict=True):
+        np.testing.assert_allclose(got, ref, rtol=0, atol=2e-5)
+
+
+def test_emitting_logits_changes_no_bits(monkeypatch):
+    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_: Tiles(64, 128, 32, (1, 1)))
+    args = draw(64)
+    with_logits, without = interpret(LOGPROB, args, {"emit_logits": True}), interpret(LOGPROB, args)
+    for a, b in zip(with_logits[:2], without, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("t", (Tiles(64, 128, 32, (2, 1)), Tiles(128, 128, 32, (1, 1))))
+def test_taller_tiles(monkeypatch, t):
+    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_: t)
+    args = draw(192, 64)  # a tile reaches past the last row; leaves of 8 columns
+    for got, want in zip(interpret(LOGPROB, args), reference(LOGPROB, args), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+def test_rows_with_extreme_logits():
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((64, V)).astype(np.float32)
+    z[0] = -np.inf
+    z[0, 1000] = 3.0  # certain
+    z[1] = -3e4  # uniform, far down
+    z[2, 5] = np.nan
+    z[3, 7] = np.inf
+    got, lse = interpret(LOGPROB_ROWS, (z, np.ones(64, np.float32)))
+    assert lse[0] == 3.0 and got[0, 1000] == 0 and np.isneginf(got[0, :1000]).all()
+    np.testing.assert_allclose(lse[1], -3e4 + np.log(V), rtol=1e-6)
+    assert np.isnan(lse[2]) and np.isnan(lse[3]) and np.isfinite(got[4:]).all()
+    exact = z[4:].astype(np.float64) - np.log(np.exp(z[4:].astype(np.float64)).sum(1, keepdims=True))
+    np.testing.assert_allclose(got[4:], exact, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("rows", (64, 256, 4096))
+def test_head_compiles_without_spills(rows):
+    hidden, weight = spec((rows, HIDDEN)), spec((VOCAB, HIDDEN))
+    targets, inverse = spec((rows,), I32), spec((rows,), F32)
+    assert len(compiles(LOGITS, (hidden, weight))) == 1
+    assert len(compiles(LOGPROB_ROWS, (spec((rows, VOCAB), F32), inverse))) == 3
+    assert len(compiles(LOGPROB, (hidden, weight, targets, inverse))) == 3
+
+
+@pytest.mark.parametrize("rows", (64, 256))
+def test_emitting_compiles_without_spills(rows):
+    args = spec((rows, HIDDEN)), spec((VOCAB, HIDDEN)), spec((rows,), I32), spec((rows,), F32)
+    compiles(LOGPROB, args, {"emit_logits": True})
+
+
+def launches(region, avals, statics=None):
+    args, kw = region.bind(avals, statics or {})
+    ops = kernel_plan(region, [jax.core.ShapedArray(a.shape, a.dtype) for a in args], kw).ops
+    assert all(isinstance(o, Launch) for o in ops), "something is left to XLA"
+    return [canonical_asm(o.module) for o in ops]
+
+
+def test_both_kinds_fold_with_the_same_module():
+    hidden, weight, inverse = spec((64, 256)), spec((VOCAB, 256)), spec((64,), F32)
+    fused = launches(LOGPROB, (hidden, weight, spec((64,), I32), inverse))
+    rows = launches(LOGPROB_ROWS, (spec((64, VOCAB), F32), inverse))
+    assert fused[1] == rows[1] and fused[0] != rows[0]
+
+
+def arithmetic(fn, *avals):
+    """How often each fp32 instruction that can round occurs in the PTX of fn's one kernel."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "TemporaryDirectory", lambda: _Keep(folder))
+        compile_sm90(fn, *avals)
+        [ptx] = Path(folder).rglob("*.ptx")
+        found = re.findall(r"\b(add|sub|mul|fma|ex2)\.(?:rn\.|approx\.)?(?:ftz\.)?f32", ptx.read_text())
+    return {op: found.count(op) for op in set(found)}
+
+
+class _Keep:
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __enter__(self):
+        return self.folder
+
+    def __exit__(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("rows,blocks", ((64, 1), (256, 2)))
+def test_statistics_are_the_same_instructions(rows, blocks):
+    """A [64, 128] block costs either kernel the same operations, none of them contracted."""
+    one = arithmetic(kernel_sm90.row_stats, spec((rows, VOCAB), F32), spec((rows,), F32))
+    t = for_vocabulary(rows, HIDDEN)
+    assert t.m // 64 * (t.n // 128) == blocks
+    fused = arithmetic(
+        functools.partial(kernel_sm90.product_stats, emit_logits=False, t=t),
+        spec((rows, HIDDEN)),
+        spec((VOCAB, HIDDEN)),
+        spec((rows,), I32),
+        spec((rows,), F32),
+    )
+    assert "fma" not in one and one["ex2"] == 64
+    assert fused == {op: n * blocks for op, n in one.items()}
+
+
+@pytest.mark.parametrize(
+    "name,avals,limit",
+    (
+        ("head.logits", (spec((64, 64)), spec((100, 64))), "multiple of 8"),
+        ("head.logprob_rows", (spec((64, 50257), F32), spec((64,), F32)), "multiple of 64"),
+        ("head.logprob_rows", (spec((32, 64), F32), spec((32,), F32)), "multiple of 64"),
+        ("head.logprob", (spec((64, 64)), spec((1000, 64)), spec((64,), I32), spec((64,), F32)), "multiple of 64"),
+        ("head.logprob", (spec((64, 72)), spec((1024, 72)), spec((64,), I32), spec((64,), F32)), "multiple of 16"),
+    ),
+)
+def test_unsupported_operands_are_refused(name, avals, limit):
+    region = lookup(name)
+    with pytest.raises(Unsupported, match=f"{name}.*{limit}"):
+        region.check("sm90", *region.bind(avals, {}))
+
+

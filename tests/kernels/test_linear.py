@@ -1,0 +1,167 @@
+"""linear.column and linear.row on sm90: interpreter against reference, what fixes the bits, and the sm_90a compile."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import compiles, fingerprint_elsewhere, interpret, reference, spec, ulps
+
+from isojax.errors import Unsupported
+from isojax.lowering import fingerprint
+from isojax.pallas_kernels.linear import kernel_sm90, tiles
+from isojax.pallas_kernels.linear.tiles import Tiles
+from isojax.region import lookup
+from isojax.schedule import LEAVES
+
+COLUMN, ROW = lookup("linear.column"), lookup("linear.row")
+
+
+def draw(seed, *shape):
+    rng = np.random.default_rng(seed)
+    return np.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+
+def bits(a):
+    return np.asarray(a).view(np.uint16)
+
+
+@pytest.fixture
+def tile(monkeypatch):
+    """Pins the tiles that the kernels choose."""
+
+    def pin(t: Tiles):
+        for name in ("for_column", "for_row"):
+            monkeypatch.setattr(tiles, name, lambda *_: t)
+
+    return pin
+
+
+@pytest.mark.parametrize(
+    "rows,n,k,t",
+    (
+        (64, 32, 128, Tiles(64, 16, 64, (1, 1))),
+        (192, 136, 64, Tiles(64, 64, 64, (2, 1))),  # past the edge of T and of N, chunks of 8 columns
+        (64, 96, 80, Tiles(64, 48, 16, (1, 2))),  # three chunks a tile, K in steps of 16
+        (256, 64, 64, Tiles(64, 32, 64, (1, 1), cluster=2, shared="w")),
+        (64, 128, 64, Tiles(64, 32, 64, (1, 1), cluster=2, shared="x")),
+    ),
+)
+def test_column_matches_reference(tile, rows, n, k, t):
+    tile(t)
+    args = draw(0, rows, k), draw(1, n, k)
+    (got,), (want,) = interpret(COLUMN, args), reference(COLUMN, args)
+    # NumPy adds one step's products in its own order, so a sum next to a rounding boundary may fall on its other side
+    assert ulps(got, want).max() <= 1
+
+
+@pytest.mark.parametrize(
+    "rows,n,k,t",
+    (
+        (64, 64, 128, Tiles(64, 64, 16, (1, 1))),  # the whole tree in registers
+        (64, 128, 256, Tiles(64, 128, 32, (1, 1))),  # its top in shared memory
+        (64, 72, 128, Tiles(64, 64, 16, (1, 1), split=True)),  # leaves through memory
+    ),
+)
+def test_row_matches_reference(tile, rows, n, k, t):
+    assert t.parked(LEAVES) == (t.n == 128)
+    tile(t)
+    args = draw(0, rows, k), draw(1, n, k)
+    (got,), (want,) = interpret(ROW, args), reference(ROW, args)
+    assert ulps(got, want).max() <= 1
+
+
+def test_tree_is_the_pinned_one(tile):
+    """Leaves whose sum depends on the order: the balanced tree gives one value, every other grouping another."""
+    values = np.array([2.0**24, 1.0, 1.0, -(2.0**24), 1.0, 2.0**24, -(2.0**24), 1.0], np.float32)
+    balanced = functools.reduce(lambda v, _: [np.float32(a + b) for a, b in zip(v[::2], v[1::2])], range(3), values)[0]
+    chain = functools.reduce(lambda a, b: np.float32(a + b), values)
+    assert balanced != chain
+    x, w = np.zeros((64, 128), jnp.bfloat16), np.zeros((64, 128), jnp.bfloat16)
+    x[:, ::16], w[:, ::16] = values, 1
+    for t in (Tiles(64, 64, 16, (1, 1)), Tiles(64, 64, 16, (1, 1), split=True)):
+        tile(t)
+        (got,) = interpret(ROW, (x, w))
+        assert (got.astype(np.float32) == balanced).all()
+
+
+def test_bits_do_not_depend_on_tiles_or_batch(tile):
+    x, w = draw(0, 128, 256), draw(1, 64, 256)
+    every = []
+    for t in (Tiles(64, 64, 32, (1, 1)), Tiles(64, 32, 32, (2, 1)), Tiles(64, 32, 32, (1, 2), split=True)):
+        tile(t)
+        every.append(bits(interpret(ROW, (x, w))[0]))
+    tile(Tiles(64, 64, 32, (1, 1)))
+    alone = np.full_like(x[:64], np.nan)
+    alone[5] = x[100]
+    assert all((e == every[0]).all() for e in every)
+    assert (bits(interpret(ROW, (alone, w))[0])[5] == every[0][100]).all()
+
+
+@pytest.mark.parametrize("rows", (64, 256, 4096))
+@pytest.mark.parametrize("n,k", ((4096, 2048), (12288, 2048)))
+def test_column_compiles_without_spills(rows, n, k):
+    compiles(COLUMN, (spec((rows, k)), spec((n, k))))
+
+
+@pytest.mark.parametrize("rows", (64, 256, 4096))
+@pytest.mark.parametrize("n,k", ((2048, 2048), (2048, 6144)))
+def test_row_compiles_without_spills(rows, n, k):
+    assert len(compiles(ROW, (spec((rows, k)), spec((n, k))))) == (1 if rows == 4096 else 2)
+
+
+def test_one_rank_of_tensor_parallel_compiles_without_spills():
+    compiles(ROW, (spec((4096, 768)), spec((2048, 768))), {"leaves": 1})
+    compiles(ROW, (spec((64, 1536)), spec((2048, 1536))), {"leaves": 2})
+
+
+def test_a_cluster_compiles_without_spills(tile):
+    tile(Tiles(64, 128, 64, (2, 1), cluster=2, shared="w"))
+    compiles(ROW, (spec((4096, 2048)), spec((2048, 2048))))
+
+
+@pytest.mark.parametrize("rows", (64, 128, 192, 256, 320, 4096, 16384))
+@pytest.mark.parametrize("n,k", ((24, 64), (2048, 768), (12288, 2048), (151936, 2048)))
+def test_tiles_are_well_formed(rows, n, k):
+    """Accumulators in registers, at least two stages in shared memory, steps that divide a leaf."""
+    for t, leaves in ((tiles.for_column(rows, n, k), 1), (tiles.for_row(rows, n, k, 4), 4)):
+        assert t.m % 64 == 0 and t.n % 8 == 0 and t.n <= 256 and k // leaves % t.k == 0
+        assert t.m * t.n // 128 <= tiles.REGISTERS and t.rows % 64 == 0
+        kernel_sm90.gemm.scratch(t, 1 if t.split else leaves, jnp.float32, kernel_sm90.gemm.chunk(t.n, n, jnp.float32))
+
+
+def test_fingerprints_are_equal_across_processes():
+    avals = spec((64, 1024)), spec((512, 1024))
+    bound, kw = ROW.bind(avals, {})
+    assert fingerprint_elsewhere("linear.row", avals) == fingerprint(ROW, bound, kw, "sm90")
+    other, kw4 = ROW.bind(avals, {"leaves": 4})
+    assert fingerprint(ROW, other, kw4, "sm90") != fingerprint(ROW, bound, kw, "sm90")
+
+
+@pytest.mark.parametrize(
+    "name,x,w,statics,limit",
+    (
+        ("linear.column", spec((63, 64)), spec((64, 64)), {}, "multiple of 64"),
+        ("linear.column", spec((64, 64)), spec((63, 64)), {}, "multiple of 8"),
+        ("linear.column", spec((64, 72)), spec((64, 72)), {}, "multiple of 16"),
+        ("linear.column", spec((64, 64), jnp.float32), spec((64, 64)), {}, "bfloat16"),
+        ("linear.row", spec((64, 576)), spec((64, 576)), {}, "multiple of 16"),  # SmolLM2: leaves of 72
+        ("linear.row", spec((64, 384)), spec((64, 384)), {"leaves": 3}, "1, 2, 4"),
+    ),
+)
+def test_unsupported_operands_are_refused(name, x, w, statics, limit):
+    region = lookup(name)
+    with pytest.raises(Unsupported, match=f"{name}.*{limit}"):
+        region.check("sm90", *region.bind((x, w), statics))
+
+
+def test_operands_need_no_copy():
+    """Both kernels of a split product read the operands and each other's outputs, and nothing is left to XLA."""
+    from isojax.kernel_plan import Launch, kernel_plan
+
+    args, kw = ROW.bind((spec((64, 2048)), spec((2048, 2048))), {})
+    ops = kernel_plan(ROW, [jax.core.ShapedArray(a.shape, a.dtype) for a in args], kw).ops
+    assert [type(o) for o in ops] == [Launch, Launch]
