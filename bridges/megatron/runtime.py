@@ -11,20 +11,24 @@ from flax import nnx
 
 from bridges.megatron.call import Call
 from bridges.megatron.rows import RowFinder
+from isojax.errors import Unavailable
 from isojax.model import dense
 from isojax.model.config import DenseConfig
 from isojax.pallas_kernels import embed, head, norms
 from isojax.program import trace
 
-HEAD = "head.logprob"
-
 
 class Runtime:
-    """One per model. arch: 'cpu' or 'sm90', by default what this machine has."""
+    """One per model. arch: 'cpu' or 'sm90', to refuse a machine of the other kind: Megatron uses a GPU where one is.
+
+    Raises: Unavailable.
+    """
 
     def __init__(self, config: DenseConfig, arch: str | None = None):
         self.config = config
-        self.arch = arch or ("sm90" if torch.cuda.is_available() else "cpu")
+        self.arch = "sm90" if torch.cuda.is_available() else "cpu"
+        if arch not in (None, self.arch):
+            raise Unavailable(f"arch {arch!r} was asked for; Megatron runs {self.arch} here; ask for that, or for none")
         self.rows = RowFinder(config, self.arch)
         self.layer = Call(_layer(config), diff=(0, 1))
         self.embed = Call(embed.lookup, diff=(0,))

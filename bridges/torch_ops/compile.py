@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import numpy as np
 import torch
 
 from bridges.torch_ops import backend as backends
@@ -159,6 +161,14 @@ def _local_avals(program: Program) -> list[Any]:
     return [first.get(v, a) for v, a in zip(program.inputs, program.in_avals, strict=True)]
 
 
+@dataclass(frozen=True)
+class _Folded:
+    """A constant that a Program computes from a literal; stands where a literal may."""
+
+    val: Any
+    aval: Any
+
+
 class _Code:
     """Code generation for one Program or one scan body."""
 
@@ -169,6 +179,7 @@ class _Code:
         self.lines: list[str] = []
         self.names: dict[tuple[int, str], str] = {(v, "v"): f"v{v}" for v in program.inputs}
         self.constant = set(program.consts)
+        self.folded: dict[Any, _Folded] = {}
         for v, c in program.consts.items():
             aval = jax.typeof(c)
             self._constant(v, tensor_of(c, to_torch(aval.dtype), backend.device))
@@ -189,6 +200,9 @@ class _Code:
         self.globals[f"v{v}"] = value
         self.names[v, "v"] = f"v{v}"
         self.constant.add(v)
+
+    def _folded(self, v: Any) -> Any:
+        return self.folded.get(v, v) if isinstance(v, int) else v
 
     def _drop(self, k: int, values: Any, last: dict[int, int]) -> None:
         dead = [v for v in values if v not in self.constant and last.get(v, -1) <= k]
@@ -224,6 +238,7 @@ class _Code:
         return name
 
     def _output(self, i: int, v: Any) -> str:
+        v = self._folded(v)
         if isinstance(v, int):
             return self._use(v, "v")
         name = f"o{i}"
@@ -233,6 +248,11 @@ class _Code:
         return name
 
     def _step(self, k: int, s: Step) -> None:
+        s = replace(s, ins=[self._folded(v) for v in s.ins])
+        if s.name == "convert_element_type" and not isinstance(s.ins[0], int):
+            value = np.asarray(internals.literal_value(s.ins[0])).astype(s.out_avals[0].dtype)
+            self.folded[s.outs[0]] = _Folded(value, s.out_avals[0])
+            return
         if s.kind == "region":
             fn = self.backend.region(lookup(s.name), s.in_avals, s.params)
             args = [self._operand(k, s, i, "r") for i in range(len(s.ins))]

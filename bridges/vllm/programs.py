@@ -46,13 +46,8 @@ class Programs:
     def trace_hidden(self, rows: int, cache: Sequence[int]) -> program.Program:
         """The Program of a bucket over caches of shape [blocks, block, Hkv, 2 D]."""
         c, a = self.config, self.step.arrays(rows)
-        batch = dense.Batch(
-            *(_int(*x.shape) for x in (a.positions, a.cu_q, a.lens, a.work)),
-            _float(*self.rope.shape),
-            _int(*a.table.shape),
-            _int(*a.slots.shape),
-            self.step.tile,
-        )
+        index = {name: _int(*getattr(a, name).shape) for name in a._fields if name != "tokens"}
+        batch = dense.Batch(rope=_float(*self.rope.shape), tile=self.step.tile, **index)
         caches = [jax.ShapeDtypeStruct(tuple(cache), jnp.dtype(c.dtype)) for _ in range(c.layers)]
 
         def hidden(params: Any, tokens: Any, batch: Any, caches: Any) -> Any:

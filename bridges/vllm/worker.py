@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 from vllm.platforms import current_platform
 
 from bridges.vllm import adapter as adapters
@@ -37,8 +36,8 @@ class IsoWorker(PlatformWorker):
         model = self.model_runner.get_model()
         if not isinstance(model, IsoForCausalLM):
             raise ConfigError(
-                f"IsoWorker was given {type(model).__name__}; pass hf_overrides={{'architectures': ['IsoForCausalLM']}}, "
-                "as bridges.vllm.engine_args does, or leave worker_cls out for a stock model"
+                f"IsoWorker was given {type(model).__name__}, not IsoForCausalLM; use engine_args, or pass "
+                "hf_overrides={'architectures': ['IsoForCausalLM']}; for a stock model leave worker_cls out"
             )
         return model
 
@@ -67,10 +66,10 @@ class IsoWorker(PlatformWorker):
         )
         self.iso_model.programs.logprobs(self.iso_model.compute_logits(last))
 
-    def _sampled(self) -> tuple[list[str], np.ndarray]:
+    def _sampled(self) -> tuple[list[str], list[int]]:
         runner = self.model_runner
         ids = list(runner.input_batch.req_ids)
-        return ids, runner.optimistic_seq_lens_cpu[: len(ids)].numpy() - 1
+        return ids, (runner.optimistic_seq_lens_cpu[: len(ids)] - 1).tolist()
 
     # -- remote calls -----------------------------------------------------------------------------------------------
     def iso_tap(self, mode: str | None) -> None:

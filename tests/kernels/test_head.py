@@ -43,7 +43,7 @@ def test_logits_match_reference():
 
 @pytest.mark.parametrize("temperature", (1.0, 0.7))
 def test_fused_equals_rows_of_the_same_logits(temperature):
-    """NumPy's products depend on the tile, so the interpreter's check starts from the logits that the fused kernel saw."""
+    """NumPy's products depend on the tile, so here both start from the logits that the fused kernel saw."""
     args = draw(64, temperature=temperature)
     logprob, lse, raw = interpret(LOGPROB, args, {"emit_logits": True})
     rows, lse_rows = interpret(LOGPROB_ROWS, (raw, args[3]))
@@ -55,7 +55,7 @@ def test_fused_equals_rows_of_the_same_logits(temperature):
 
 
 def test_emitting_logits_changes_no_bits(monkeypatch):
-    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_: Tiles(64, 128, 32, (1, 1)))
+    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_, **__: Tiles(64, 128, 32, (1, 1)))
     args = draw(64)
     with_logits, without = interpret(LOGPROB, args, {"emit_logits": True}), interpret(LOGPROB, args)
     for a, b in zip(with_logits[:2], without, strict=True):
@@ -64,7 +64,7 @@ def test_emitting_logits_changes_no_bits(monkeypatch):
 
 @pytest.mark.parametrize("t", (Tiles(64, 128, 32, (2, 1)), Tiles(128, 128, 32, (1, 1))))
 def test_taller_tiles(monkeypatch, t):
-    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_: t)
+    monkeypatch.setattr(kernel_sm90.tiles, "for_vocabulary", lambda *_, **__: t)
     args = draw(192, 64)  # a tile reaches past the last row; leaves of 8 columns
     for got, want in zip(interpret(LOGPROB, args), reference(LOGPROB, args), strict=True):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
@@ -167,5 +167,3 @@ def test_unsupported_operands_are_refused(name, avals, limit):
     region = lookup(name)
     with pytest.raises(Unsupported, match=f"{name}.*{limit}"):
         region.check("sm90", *region.bind(avals, {}))
-
-

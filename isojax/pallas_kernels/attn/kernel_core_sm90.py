@@ -210,7 +210,8 @@ def _partials(s: Shape, scale: float, splits: int):
                     ml_smem[0] = m
                     ml_smem[1] = l
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(acc_smem.at[:, pl.ds(0, heads)], accs.at[item, block, p])
+                    for c in range(s.panels):
+                        plgpu.copy_smem_to_gmem(acc_smem.at[c, pl.ds(0, heads)], accs.at[item, block, p, c])
                     plgpu.copy_smem_to_gmem(ml_smem, mls.at[item, block, p])
                     plgpu.wait_smem_to_gmem(0)
 
@@ -244,8 +245,9 @@ def _folded(s: Shape, out_type):
                 @pl.when(p < count)
                 def _():
                     slot = lax.rem(p, i32(STAGES))
-                    into = acc_smem.at[slot, :, pl.ds(0, heads)]
-                    plgpu.copy_gmem_to_smem(accs.at[item, block, p], into, ready.at[slot])
+                    for c in range(s.panels):
+                        into = acc_smem.at[slot, c, pl.ds(0, heads)]
+                        plgpu.copy_gmem_to_smem(accs.at[item, block, p, c], into, ready.at[slot])
                     plgpu.copy_gmem_to_smem(mls.at[item, block, p], ml_smem.at[slot], ready.at[slot])
 
             for i in range(STAGES):
@@ -272,7 +274,7 @@ def _folded(s: Shape, out_type):
         scratch_types=dict(
             acc_smem=plgpu.SMEM((STAGES, s.panels, ROWS, PANEL), f32),
             ml_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
-            ready=plgpu.Barrier(num_arrivals=2, num_barriers=STAGES),
+            ready=plgpu.Barrier(num_arrivals=s.panels + 1, num_barriers=STAGES),
             out_smem=panels(s.panels),
             lse_smem=plgpu.SMEM((ROWS,), f32),
         ),

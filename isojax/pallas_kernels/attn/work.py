@@ -9,9 +9,17 @@ from isojax.schedule import ROW_TILE
 MMA_ROWS = 64  # rows of one warpgroup's MMA; grouped heads are packed into them
 
 
-def tile_rows(arch: str, group: int) -> int:
-    """Query rows in one tile. On sm90 the `group` query heads of a KV head share the 64 MMA rows."""
-    return ROW_TILE if arch == "cpu" else MMA_ROWS // group
+def tile_rows(arch: str, group: int, longest: int | None = None) -> int:
+    """Query rows in one tile. On sm90 the `group` query heads of a KV head share the 64 MMA rows.
+
+    sm90 takes powers of two from 8 up, so that a head's rows lie on an 8-row boundary, and 1: the decode kernels.
+    longest: most query rows of any request where that is known before anything runs; 1 asks for the decode kernels.
+    """
+    if arch == "cpu":
+        return ROW_TILE
+    if longest == 1:
+        return 1
+    return 1 << max(3, (MMA_ROWS // group).bit_length() - 1)
 
 
 def capacity(tokens: int, requests: int, tile: int) -> int:

@@ -38,13 +38,13 @@ def leaf_tiles(vocab: int) -> tuple[int, int]:
     return width, -(-width // VOCAB_TILE)
 
 
-# -- logits ---------------------------------------------------------------------------------------------------------------
+# -- logits -----------------------------------------------------------------------------------------------------------
 def logits(hidden: jax.Array, weight: jax.Array, *, t: Tiles | None = None) -> jax.Array:
     """hidden [T, D] bf16 @ weight[V, D].T -> [T, V] fp32, not rounded."""
-    return linear.chains(hidden, weight, t or tiles.for_column(*hidden.shape[:1], *weight.shape), 1, f32)
+    return linear.chains(hidden, weight, t or tiles.for_column(hidden.shape[0], *weight.shape), 1, f32)
 
 
-# -- step 1 ---------------------------------------------------------------------------------------------------------------
+# -- step 1 -----------------------------------------------------------------------------------------------------------
 def product_stats(hidden, weight, targets, inv_temperature, emit_logits: bool, t: Tiles):
     """Statistics of every tile straight from the accumulators.
 
@@ -68,11 +68,11 @@ def product_stats(hidden, weight, targets, inv_temperature, emit_logits: bool, t
 
         def block(row, col, leaf, raw):
             begin = col - leaf * width  # in the leaf
-            z, m, l = shared.tile(raw, rows_of(inv_temperature, row), width - begin)
+            z, m, mass = shared.tile(raw, rows_of(inv_temperature, row), width - begin)
             here = shared.columns() == shared.along_rows(rows_of(targets, row) - col)
             index, at_rows = leaf * each + lax.div(begin, VOCAB_TILE), pl.ds(row, ROWS)
             top[index, at_rows] = m
-            total[index, at_rows] = l
+            total[index, at_rows] = mass
             picked[index, at_rows] = jnp.max(jnp.where(here, z, -jnp.inf), axis=1)
             if emit_logits:
                 gemm.store(out[0], s, row, col, raw, limit=(leaf + 1) * width)
@@ -125,9 +125,9 @@ def block_scratch(wide):
     return plgpu.SMEM(shared.BLOCK, f32, transforms=gemm.tiled(wide, f32)), plgpu.Barrier()
 
 
-# -- step 2 ---------------------------------------------------------------------------------------------------------------
+# -- step 2 -----------------------------------------------------------------------------------------------------------
 def log_sum_exp(top, total):
-    """[8 leaves * tiles, T] max and sum -> natural log-sum-exp [T]: a warpgroup folds a leaf, the first adds the tree."""
+    """[8 leaves * tiles, T] max and sum -> natural log-sum-exp [T]. A warpgroup folds a leaf, the first adds all."""
     each, n = top.shape[0] // LEAVES, top.shape[1]
 
     def body(top, total, out, tops, totals, done):
@@ -147,14 +147,20 @@ def log_sum_exp(top, total):
         @pl.when(leaf == 0)
         def _():
             plgpu.barrier_wait(done)
-            leaves = [[plgpu.load(a.at[i], layout=ROW_LAYOUT, optimized=False) for a in (tops, totals)] for i in range(8)]
-            m, l = tree(leaves, shared.combine)
-            out[pl.ds(row, ROWS)] = m + jnp.log2(l) * LN2
+            leaves = [
+                [plgpu.load(a.at[i], layout=ROW_LAYOUT, optimized=False) for a in (tops, totals)] for i in range(8)
+            ]
+            m, mass = tree(leaves, shared.combine)
+            out[pl.ds(row, ROWS)] = m + jnp.log2(mass) * LN2
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n,), f32),
-        scratch_types=(plgpu.SMEM((LEAVES, ROWS), f32), plgpu.SMEM((LEAVES, ROWS), f32), plgpu.Barrier(num_arrivals=LEAVES)),
+        scratch_types=(
+            plgpu.SMEM((LEAVES, ROWS), f32),
+            plgpu.SMEM((LEAVES, ROWS), f32),
+            plgpu.Barrier(num_arrivals=LEAVES),
+        ),
         grid=(n // ROWS,),
         grid_names=("row",),
         num_threads=LEAVES,
@@ -162,7 +168,7 @@ def log_sum_exp(top, total):
     )(top, total)
 
 
-# -- step 3 ---------------------------------------------------------------------------------------------------------------
+# -- step 3 -----------------------------------------------------------------------------------------------------------
 def subtract_rows(logits, inv_temperature, lse):
     """logits * inv_temperature - lse, [T, V]."""
     n, vocab = logits.shape
@@ -203,7 +209,7 @@ def subtract_picked(picked, targets, lse, vocab: int):
     return plgpu.kernel(body, out_type=out, grid=(n,), grid_names=("row",))(picked, targets, lse)
 
 
-# -- the regions ----------------------------------------------------------------------------------------------------------
+# -- the regions ------------------------------------------------------------------------------------------------------
 def logprob_rows(logits, inv_temperature):
     """logits [T, V] fp32, inv_temperature [T] -> log-probabilities [T, V], log-sum-exp [T]."""
     lse = log_sum_exp(*row_stats(logits, inv_temperature))
@@ -213,7 +219,7 @@ def logprob_rows(logits, inv_temperature):
 def logprob(hidden, weight, targets, inv_temperature, *, emit_logits: bool, t: Tiles | None = None):
     """hidden [T, D], weight [V, D] bf16, targets [T] int32, inv_temperature [T] -> logprob [T], log-sum-exp [T]
     (, raw logits [T, V])."""
-    t = t or tiles.for_vocabulary(*hidden.shape, emit_logits)
+    t = t or tiles.for_vocabulary(*hidden.shape, emit_logits=emit_logits)
     top, total, picked, *raw = product_stats(hidden, weight, targets, inv_temperature, emit_logits, t)
     lse = log_sum_exp(top, total)
     return subtract_picked(picked, targets, lse, weight.shape[0]), lse, *raw
@@ -234,7 +240,9 @@ def logprob_rows_supports(logits, inv_temperature) -> None:
     """What head.logprob_rows takes on sm90; raises Unsupported."""
     region, (rows, vocab) = "head.logprob_rows", logits.shape
     if rows % ROWS or not rows:
-        raise Unsupported(region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing")
+        raise Unsupported(
+            region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing"
+        )
     _check_vocab(region, vocab)
 
 

@@ -28,7 +28,7 @@ PRODUCER_REGISTERS = 40
 
 
 class Item(NamedTuple):
-    """One work item: the first row of x, the first row of w, the first column of both, and a leaf for finish to know."""
+    """One work item: first row of x, first row of w, first column of both, and a leaf for finish to know."""
 
     row: Any
     col: Any
@@ -65,7 +65,7 @@ def chunk(n: int, total: int, dtype: Any) -> int:
 
 
 def scratch(t: Tiles, leaves: int, out_dtype: Any = None, wide: int = 0) -> Scratch:
-    """The scratch types of a product with these tiles; None where absent. wide: columns stored at a time, if any are."""
+    """The scratch types of a product with these tiles, None where absent. wide: columns stored at a time, or 0."""
     groups, stage, park, used = t.warpgroups, None, None, 0
     if wide:
         stage = plgpu.SMEM((groups, 2, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))

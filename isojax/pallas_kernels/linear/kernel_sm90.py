@@ -15,12 +15,12 @@ from isojax.schedule import leaf_width, tree
 
 def column(x: jax.Array, weight: jax.Array, *, t: Tiles | None = None) -> jax.Array:
     """x [T, K] bf16 @ weight[N, K].T -> [T, N] bf16; one chain, one rounding."""
-    return chains(x, weight, t or tiles.for_column(*x.shape[:1], *weight.shape), 1, x.dtype)
+    return chains(x, weight, t or tiles.for_column(x.shape[0], *weight.shape), 1, x.dtype)
 
 
 def row(x: jax.Array, weight: jax.Array, *, leaves: int, t: Tiles | None = None) -> jax.Array:
     """x [T, K] bf16 @ weight[N, K].T -> [T, N] bf16; `leaves` chains, a balanced tree, one rounding."""
-    t = t or tiles.for_row(*x.shape[:1], *weight.shape, leaves)
+    t = t or tiles.for_row(x.shape[0], *weight.shape, leaves=leaves)
     if not t.split:
         return chains(x, weight, t, leaves, x.dtype)
     return add_tree(partials(x, weight, t, leaves), x.dtype)
@@ -52,7 +52,8 @@ def partials(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int) -> jax.Arra
     """The chain of every leaf, not rounded: [leaves, T, N] fp32. A leaf is a work item: few rows still fill the GPU."""
     (rows, k), n = x.shape, weight.shape[0]
     width = leaf_width(k, leaves)
-    tiles_each, at = gemm.snake(t, -(-rows // t.rows), -(-n // t.cols))
+    each, at = gemm.snake(t, -(-rows // t.rows), -(-n // t.cols))
+    items = leaves * each
 
     def locate(i):
         r, c = at(jax.lax.div(i, leaves))
@@ -63,19 +64,18 @@ def partials(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int) -> jax.Arra
         def finish(item, r, c, total):
             gemm.store(out.at[item.leaf], s, r, c, total)
 
-        product = dict(items=leaves * tiles_each, locate=locate, steps=width // t.k, leaves=1)
-        gemm.product(x, w, s, t, **product, finish=finish)
+        gemm.product(x, w, s, t, items=items, locate=locate, steps=width // t.k, leaves=1, finish=finish)
 
     out = jax.ShapeDtypeStruct((leaves, rows, n), jnp.float32)
     s = gemm.scratch(t, 1, jnp.float32, gemm.chunk(t.n, n, jnp.float32))
-    return gemm.launch(body, out, t, leaves * tiles_each, s)(x, weight)
+    return gemm.launch(body, out, t, items, s)(x, weight)
 
 
 def add_tree(parts: jax.Array, dtype) -> jax.Array:
     """[leaves, T, N] fp32 -> [T, N]: the balanced tree over leaves, then one rounding. T a multiple of 64, N of 8."""
     leaves, rows, n = parts.shape
     wide = min(128, n & -n)
-    tall = 1024 // wide  # 8 elements a thread
+    tall = min(64, 1024 // wide)  # up to 8 elements a thread
 
     def body(parts, out):
         at = pl.ds(jax.lax.axis_index("row") * tall, tall), pl.ds(jax.lax.axis_index("col") * wide, wide)
@@ -92,7 +92,9 @@ def supports(region: str, x, weight, leaves: int = 1) -> None:
         if a.dtype != jnp.bfloat16:
             raise Unsupported(region, f"{name} of {a.dtype}", "bfloat16 on sm90", "cast it, or use arch cpu")
     if rows % 64 or not rows:
-        raise Unsupported(region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing")
+        raise Unsupported(
+            region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing"
+        )
     if n % 8:
         raise Unsupported(region, f"N = {n}", "N a multiple of 8 on sm90", "pad the weight with rows of zeros")
     if leaves & (leaves - 1) or leaves < 1:

@@ -20,10 +20,10 @@ MAX_STAGES = 8
 class Tiles:
     """How one product is cut: out [T, N] in block tiles of [rows, cols], K in steps of k.
 
-    m, n: one consumer warpgroup's accumulator. groups: consumer warpgroups along M and N. cluster: blocks that share one
-    operand by multicast, neighbours along N where `shared` is 'x', along M where it is 'w'. snake: block tiles side by
-    side in the order of work, for locality in L2. split: each leaf of K is a work item of its own, its fp32 partial goes
-    through memory and a second kernel adds the tree.
+    m, n: one consumer warpgroup's accumulator. groups: consumer warpgroups along M and N. cluster: blocks that share
+    one operand by multicast, neighbours along N where `shared` is 'x', along M where it is 'w'. snake: block tiles side
+    by side in the order of work, for locality in L2. split: each leaf of K is a work item of its own, its fp32 partial
+    goes through memory and a second kernel adds the tree.
     """
 
     m: int

@@ -14,7 +14,7 @@ from bridges.megatron.modules import IsoRMSNorm
 from bridges.megatron.spec import module_layer_spec
 from bridges.torch_ops import region_op
 from isojax import profile
-from isojax.errors import InputError
+from isojax.errors import InputError, Unavailable
 from isojax.model import weights as checkpoints
 from tests.integration import models
 from tests.integration.megatron.conftest import bits, padded
@@ -138,7 +138,10 @@ def test_the_contract_is_installed_before_the_first_forward(cases):
     c = cases("qwen3")
     held = profile.build("dense", "cpu")
     trainer = model.build(c.config, c.params, contract=held, identities=held.identities.plain())
-    assert {case for _, case in trainer.adapter.ledger_pairs()} == {"trainer_fwd", "trainer_score"}
+    install, handshake = trainer.adapter.ledger.records
+    pairs = {(region, case) for region, case in install.data["regions"]}
+    assert pairs == {(r, c) for r in trainer.runtime.regions() for c in ("trainer_fwd", "trainer_score")}
+    assert handshake.event == "handshake"
 
 
 @pytest.mark.parametrize("wrong", ["identity", "region", "degree", "arch"])
@@ -161,5 +164,14 @@ def test_a_contract_that_does_not_fit_is_refused(cases, monkeypatch, wrong):
         with pytest.raises(contracts.AdapterRefusal, match="axis tp"):
             build()
     else:
-        with pytest.raises(contracts.AdapterRefusal, match="arch"):
-            build(arch="sm90")
+        entries = [e.evolve(impl=e.impl.evolve(arch="sm90")) for e in held.composition]
+        other = contracts.seal(held.evolve(composition=entries, arch="sm90", identities=None))
+        with pytest.raises(contracts.AdapterRefusal, match="arch sm90"):
+            build(contract=other)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU on a machine without one")
+def test_sm90_asked_for_without_a_gpu(cases):
+    c = cases("qwen3")
+    with pytest.raises(Unavailable, match="arch 'sm90' was asked for; Megatron runs cpu here"):
+        model.build(c.config, c.params, arch="sm90")

@@ -55,7 +55,7 @@ def test_ten_steps_follow_the_stock_spec(cases, family):
 
 
 def test_the_stock_trainer_is_close_but_not_equal(cases):
-    """The peer of the parity report: bf16, its own kernels. Close, so it is the same model; not equal, so it is no copy.
+    """The peer of the parity report: bf16, its own kernels. Close, so it is the same model; not equal, so no copy.
 
     A bf16 model's logits err by some 2^-9 of their size (2 at most here) at each of a few roundings: 5e-2 at most.
     """

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -70,40 +75,12 @@ def test_variadic_region_and_int64_indices():
         embed(table, tokens + 2**33)
 
 
-@pytest.fixture
-def dynamo():
-    """The suite switches torch.compile off, for vLLM's sake; here it is the subject."""
-    import torch._dynamo
-
-    torch._dynamo.reset()
-    with torch._dynamo.config.patch(disable=False):
-        yield
-    torch._dynamo.reset()
-
-
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_opaque_to_torch_compile(dynamo, backend):
-    rms, column = region_op("norms.rms"), region_op("linear.column")
-    graphs = []
-
-    def seen(module, inputs):
-        graphs.append(str(module.code))
-        return module.forward if backend == "eager" else torch._dynamo.backends.debugging.aot_eager(module, inputs)
-
-    def model(x, w, m):
-        return column(rms(x * 1, w, eps=1e-6), m)
-
-    compiled = torch.compile(model, backend=seen, fullgraph=True, dynamic=True)
-    w, m = bf16(64).requires_grad_(), bf16(96, 64).requires_grad_()
-    for rows in (5, 21, 64):
-        x = bf16(rows, 64).requires_grad_()
-        grads = []
-        for f in (model, compiled):
-            y = f(x, w, m)
-            grads.append([y.detach(), *torch.autograd.grad(y.float().sum(), (x, w, m))])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert len(graphs) == 1, "a symbolic row count must not recompile"
-    assert "isojax.norms_rms" in graphs[0] and "isojax.linear_column" in graphs[0]
+def test_opaque_to_torch_compile():
+    """In its own process: the suite switches torch.compile off, for vLLM's sake."""
+    keep = {k: v for k, v in os.environ.items() if k not in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE")}
+    script = Path(__file__).with_name("torch_ops_dynamo.py")
+    done = subprocess.run([sys.executable, str(script)], env=keep, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and done.stdout.count("equal") == 2, done.stderr[-3000:]
 
 
 def test_torch_checks_the_registration():
