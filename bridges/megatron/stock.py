@@ -34,7 +34,9 @@ class StockGPTModel(GPTModel):
         if temperature != 1.0:
             logits = logits / temperature
         # The cross-entropy overwrites fp32 logits, so it gets its own.
-        return -vocab_parallel_cross_entropy(logits.clone(), labels.t().contiguous()).t()
+        return -vocab_parallel_cross_entropy(
+            logits.clone(memory_format=torch.contiguous_format), labels.t().contiguous()
+        ).t()
 
 
 def stock_model(config: DenseConfig, params: Mapping[str, torch.Tensor], **overrides: Any) -> StockGPTModel:

@@ -57,10 +57,11 @@ def run(
     *,
     contract: Path | None = None,
     stock: bool = True,
+    engine: dict[str, Any] | None = None,
 ) -> Iterator[str | Result]:
     """Yield the name of each job as it starts, then the Result.
 
-    Raises: IsoError with a job's own words where it fails.
+    engine: further arguments for both vLLM engines. Raises: IsoError with a job's own words where it fails.
     """
     folder.mkdir(parents=True, exist_ok=True)
     spec: dict[str, Any] = dict(
@@ -70,6 +71,7 @@ def run(
         arch=arch,
         context=max(map(len, prompts)) + tokens + 1,
         contract=str((contract or profile.path("dense", arch)).resolve()),
+        engine=engine or {},
     )
     steps = {k: v for k, v in STEPS.items() if stock or "stock" not in k}
     for name, source in steps.items():
@@ -90,6 +92,9 @@ def _job(name: str, spec: dict[str, Any], folder: Path) -> None:
         environment.setdefault("JAX_PLATFORMS", "cpu")
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")
+    elif name.startswith("vllm"):
+        environment["JAX_PLATFORMS"] = "cpu"  # the launcher needs no XLA on the GPU, and vLLM wants its memory
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     environment.setdefault("HF_HUB_OFFLINE", "1")
     with open(log, "w") as f:
         command = [sys.executable, "-m", "bridges.parity.jobs", name, str(wanted), str(out)]

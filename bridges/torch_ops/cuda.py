@@ -121,7 +121,8 @@ def _source(plan: KernelPlan, index: int, device: torch.device, load: Any, scope
             op = views[i]
             size = scope[f"d{i}"].itemsize
             start, n = op.offset // size, torch.Size(scope[f"s{i}"]).numel()
-            lines.append(f"b{i} = {tensor(op.source)}.view(-1)[{start}:{start + n}].view(s{i})")
+            part = "" if torch.Size(scope[f"s{op.source}"]).numel() == n else f".view(-1)[{start}:{start + n}]"
+            lines.append(f"b{i} = {tensor(op.source)}{part}.view(s{i})")
             tensors.add(i)
         return f"b{i}"
 

@@ -18,7 +18,12 @@ def column(x: Real["T K"], weight: Real["N K"]) -> Real["T N"]:
     "linear.row",
     version=1,
     rows=("x",),
-    constants={"leaf_dtype": "float32", "tree": "balanced, lower leaf left", "leaf_quantum": LEAF_QUANTUM},
+    constants={
+        "leaves": LEAVES,
+        "leaf_dtype": "float32",
+        "tree": "balanced, lower leaf left",
+        "leaf_quantum": LEAF_QUANTUM,
+    },
 )
 def row(x: Real["T K"], weight: Real["N K"], *, leaves: int = LEAVES) -> Real["T N"]:
     """x @ weight.T with K in `leaves` equal contiguous parts: a chain each in fp32, a balanced tree, one rounding.

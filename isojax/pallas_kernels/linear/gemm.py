@@ -99,7 +99,6 @@ def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Sc
     def with_scratch(*refs: Any, **kw: Any) -> None:
         body(*refs, Scratch(**{**absent, **kw}))
 
-    cluster = dict(cluster=(t.cluster,), cluster_names=("peer",)) if t.cluster > 1 else {}
     return plgpu.kernel(
         with_scratch,
         out_type=out_type,
@@ -108,7 +107,8 @@ def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Sc
         grid_names=("block",),
         num_threads=t.warpgroups + 1,
         thread_name="wg",
-        **cluster,
+        cluster=(t.cluster,) if t.cluster > 1 else (),
+        cluster_names=("peer",) if t.cluster > 1 else (),
     )
 
 

@@ -81,8 +81,8 @@ def add_tree(parts: jax.Array, dtype) -> jax.Array:
         at = pl.ds(jax.lax.axis_index("row") * tall, tall), pl.ds(jax.lax.axis_index("col") * wide, wide)
         out[at] = tree([parts[(i, *at)] for i in range(leaves)], jnp.add).astype(dtype)
 
-    grid = dict(grid=(rows // tall, n // wide), grid_names=("row", "col"))
-    return plgpu.kernel(body, out_type=jax.ShapeDtypeStruct((rows, n), dtype), **grid)(parts)
+    out = jax.ShapeDtypeStruct((rows, n), dtype)
+    return plgpu.kernel(body, out_type=out, grid=(rows // tall, n // wide), grid_names=("row", "col"))(parts)
 
 
 def supports(region: str, x, weight, leaves: int = 1) -> None:

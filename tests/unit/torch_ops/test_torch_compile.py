@@ -128,6 +128,14 @@ def test_donated_put_writes_in_place():
     assert got[0].data_ptr() == flat[0].data_ptr() and same(flat[:1], want[:1])
 
 
+def test_inference_mode():
+    with torch.inference_mode():
+        flat = list(map(torch_of, cache_args()))
+        compiled = compile_program(trace(write_then_read, *CACHE), arch="cpu", donate=(0,))
+        got = compiled(*flat)
+    assert same(got, jax.jit(write_then_read)(*cache_args())) and got[0].data_ptr() == flat[0].data_ptr()
+
+
 def test_donated_put_through_a_page_view():
     def paged(pages, slots, new):
         flat = put(pages.reshape(-1, pages.shape[-1]), slots, new)

@@ -1,0 +1,118 @@
+"""Whole runtimes on a Hopper GPU, random Qwen3-1.7B: `python -m benchmarks.e2e [--out FOLDER] [--layers N]`.
+
+vLLM with FULL CUDA graphs and eagerly, Megatron's gradient-carrying forward, the JAX reference, and the stock stack:
+the parity job's own processes and comparisons, on arch sm90.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def checkpoint(folder: Path, layers: int) -> Path:
+    """A random bf16 Qwen3-1.7B (or fewer layers) as a Hugging Face folder."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import Qwen3Config
+
+    from isojax.model import weights
+    from isojax.model.config import from_hf
+
+    hf = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=4096,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
+        architectures=["Qwen3ForCausalLM"],
+        dtype="bfloat16",
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    config = from_hf(hf)
+    folder.mkdir(parents=True, exist_ok=True)
+    params = weights.random(config, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
+    hidden = {k: v.cpu().contiguous() for k, v in weights.to_hf(params, config).items()}
+    save_file(hidden, folder / "model.safetensors", {"format": "pt"})
+    hf.save_pretrained(folder)
+    return folder
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path(".iso/e2e"))
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--eager", action="store_true", help="run the eager engine too")
+    parser.add_argument("--stock", action="store_true", help="run the stock stack too")
+    options = parser.parse_args()
+    from bridges.parity import report
+    from bridges.parity.record import Record
+    from bridges.parity.run import Result, run
+    from isojax import profile
+
+    work = Path("/tmp/iso-e2e")
+    started = time.perf_counter()
+    model = checkpoint(work / "model", options.layers)
+    print(f"checkpoint {time.perf_counter() - started:.1f} s", flush=True)
+    contract = work / "dense.sm90.json"
+    import contract as contracts
+
+    contracts.save(profile.build("dense", "sm90"), contract)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(1000, 150000, n).tolist() for n in (5, 16, 17, 63, 64, 65, 200, 300)]
+    common: dict[str, Any] = dict(
+        skip_tokenizer_init=True, gpu_memory_utilization=0.5, max_num_seqs=16, max_num_batched_tokens=384
+    )
+    out: dict[str, Any] = {}
+    variants = [("graphs", common)] + ([("eager", common | dict(enforce_eager=True))] if options.eager else [])
+    for name, engine in variants:
+        for event in run(
+            work / name,
+            str(model),
+            prompts,
+            options.tokens,
+            "sm90",
+            contract=contract,
+            stock=options.stock and name == "graphs",
+            engine=engine,
+        ):
+            if isinstance(event, Result):
+                out[name] = report.plain(event)
+                for row in event.rows:
+                    print(row.plain(), flush=True)
+            else:
+                print(f"[{time.perf_counter() - started:.0f} s] {name}: {event}", flush=True)
+    if options.eager:
+        one, two = (Record.load(work / n / "vllm-isojax.json") for n in ("graphs", "eager"))
+        same = [
+            (a.tokens, a.logprob_bits, a.row_digests) == (b.tokens, b.logprob_bits, b.row_digests)
+            for a, b in zip(one.sequences["greedy"], two.sequences["greedy"], strict=True)
+        ]
+        out["graphs_equal_eager"] = all(same)
+        print("graphs equal eager, greedy:", all(same))
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "e2e.json").write_text(json.dumps(out, indent=1))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except Exception:
+        for log in Path("/tmp/iso-e2e").glob("*/*.log"):
+            print("=====", log, "\n".join(log.read_text().splitlines()[-25:]))
+        raise
+    os._exit(0)
