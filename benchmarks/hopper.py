@@ -79,6 +79,10 @@ def light_cases(rng: np.random.Generator) -> Iterator[tuple[str, Region, tuple, 
             order = 1 + rng.permutation(5 * width_of).astype(np.int32).reshape(5, width_of)
             args = (q, pages, order, cu, context, work)
             yield f"core page{page} {heads}/{kv}/{d}", lookup("attn.core"), args, core
+            single = np.ones(5, np.int32)
+            one = work_list(single, 1, 8)
+            decode = (q, pages, order, np.arange(6, dtype=np.int32), context, one)
+            yield f"decode page{page} {heads}/{kv}/{d}", lookup("attn.core"), decode, dict(core, tile=1)
 
 
 def light(rng: np.random.Generator) -> Iterator[Row]:

@@ -83,10 +83,19 @@ def make(arch: str, device: torch.device, strided: Callable[[], None]) -> Backen
     return kinds[arch](device, strided)
 
 
-def current_cuda() -> torch.device:
-    """The current CUDA device. Raises Unavailable without a Hopper GPU."""
+def resolve(arch: str, device: torch.device | str | None) -> torch.device:
+    """The device that an arch runs on: as given, or the CPU, or the current CUDA device.
+
+    Raises: Unavailable for a device of another kind, or where there is no Hopper GPU.
+    """
+    where = torch.device(device) if device is not None else torch.device("cpu" if arch == "cpu" else "cuda")
+    if where.type != ("cpu" if arch == "cpu" else "cuda"):
+        raise Unavailable(f"arch {arch!r} does not run on {where}; cpu runs on 'cpu', sm90 on 'cuda'")
+    if where.type == "cpu":
+        return where
     if not torch.cuda.is_available():
         raise Unavailable("arch 'sm90' was asked for, but torch sees no CUDA device here; use arch='cpu'")
-    if torch.cuda.get_device_capability() != (9, 0):
-        raise Unavailable(f"arch 'sm90' needs a Hopper GPU; found {torch.cuda.get_device_name()}; use arch='cpu'")
-    return torch.device("cuda", torch.cuda.current_device())
+    where = torch.device("cuda", torch.cuda.current_device() if where.index is None else where.index)
+    if torch.cuda.get_device_capability(where) != (9, 0):
+        raise Unavailable(f"arch 'sm90' needs a Hopper GPU; {where} is {torch.cuda.get_device_name(where)}")
+    return where

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_HOME = {"engine_args": "engine", "plug": "plug"}
+_HOME = {"engine_args": "engine", "plug": "plugged"}
 
 
 def __getattr__(name: str) -> Any:

@@ -83,7 +83,7 @@ def compare(model: str | Path, asked: Sequence[Sequence[int]], got: dict[str, An
     from isojax.runtime import Reference
 
     reference = Reference.load(model)
-    count = dict.fromkeys(("rows", "rows_differing", "logprobs", "logprobs_differing"), 0)
+    count: dict[str, int] = {"rows": 0, "rows_differing": 0, "logprobs": 0, "logprobs_differing": 0}
     for prompt, tokens, logprobs, rows in zip(asked, got["tokens"], got["logprobs"], got["rows"], strict=True):
         scored = reference.score([[*prompt, *tokens]])[0]
         count["rows"] += len(rows)

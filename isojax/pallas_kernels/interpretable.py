@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
 
-
 _BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 

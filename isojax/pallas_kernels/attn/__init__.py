@@ -6,7 +6,7 @@ the same array in pages, [blocks, block, Hkv, 2 D].
 
 from __future__ import annotations
 
-from isojax.pallas_kernels.attn import kernel_prep_sm90, reference, vjp
+from isojax.pallas_kernels.attn import kernel_core_sm90, kernel_prep_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import KV_PARTITION, KV_TILE
 from isojax.types import F32, I32, Real
@@ -44,6 +44,7 @@ def prep(
         "kv_partition": KV_PARTITION,
         "kv_tile": KV_TILE,
         "softmax": "online, base 2, fp32",
+        "row_sum": "halving tree (cpu); 64 x 64 wgmma tile (sm90)",
         "probabilities": "rounded to the value dtype",
         "fold": "partitions ascending",
     },
@@ -109,6 +110,7 @@ prep.reference(reference.prep)
 prep.kernel("sm90", kernel_prep_sm90.prep, supports=kernel_prep_sm90.prep_supports)
 prep.vjp(vjp.prep)
 core.reference(reference.core, supports=reference.core_supports)
+core.kernel("sm90", kernel_core_sm90.core, supports=kernel_core_sm90.supports)
 core.vjp(vjp.core)
 prep_bwd.reference(reference.prep_bwd)
 prep_bwd.kernel("sm90", reference.prep_bwd, kind="xla")

@@ -21,7 +21,9 @@ from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
 LENGTHS = (1, 2, 63, 64, 65, 130, 1100)
 QUICK_LENGTHS = (1, 63, 65, 130)
 CUTS = (1, 63, 64, 65, 100)
+QUICK_CUTS = (64, 65)
 PAGES = (16, 32, 64, 128)
+QUICK_PAGES = (16, 128)
 ROWS = 64  # least query rows of a call
 BF16 = jnp.dtype(jnp.bfloat16)
 
@@ -116,12 +118,12 @@ def batches(context, requests, tile) -> Iterator[Way]:
 
 
 def pages(context, requests, tile) -> Iterator[Way]:
-    for page in PAGES:
+    for page in QUICK_PAGES if context.quick else PAGES:
         yield f"pages of {page}", [whole(requests)], page, tile
 
 
 def cuts(context, requests, tile) -> Iterator[Way]:
-    for cut in CUTS:
+    for cut in QUICK_CUTS if context.quick else CUTS:
         late = [(r, cut, len(q.q)) for r, q in enumerate(requests) if len(q.q) > cut]
         early = [(r, 0, min(cut, len(q.q))) for r, q in enumerate(requests)]
         yield f"prefill cut at {cut}", [early, late], 16, tile

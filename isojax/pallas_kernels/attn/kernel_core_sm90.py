@@ -105,7 +105,7 @@ class Walk:
             self.fetch(1, begin + i)
 
     def step(self, q_tile, limits, j, state: State) -> State:
-        m, l, acc = state
+        m, den, acc = state
         slot = lax.rem(j, i32(STAGES))
         k_tile, v_tile = (views(smem)[0].at[slot] for smem in self.smem)
         k_ready, v_ready = self.barriers
@@ -118,7 +118,7 @@ class Walk:
 
         scores = pl.run_scoped(qk, plgpu.ACC((ROWS, KV_TILE), f32))
         self.fetch(0, j + STAGES)
-        m, l, alpha, p = weigh(scores, m, l, limits - j * KV_TILE, scale=self.scale)
+        m, den, alpha, p = weigh(scores, m, den, limits - j * KV_TILE, scale=self.scale)
         wide = spread(alpha)
         acc = tuple(a * wide for a in acc)
         plgpu.barrier_wait(v_ready.at[slot])
@@ -126,7 +126,7 @@ class Walk:
         p = p.astype(jnp.bfloat16)
         acc = tuple(accumulate(a, p, views(self.smem[1])[0], (slot, c)) for c, a in enumerate(acc))
         self.fetch(1, j + STAGES)
-        return m, l, acc
+        return m, den, acc
 
     def partition(self, q_tile, limits, p) -> State:
         """The state of partition p alone."""
@@ -179,12 +179,12 @@ def _whole(s: Shape, scale: float, out_type):
 
 # -- partitions side by side -------------------------------------------------------------------------------------------
 def _partials(s: Shape, scale: float, splits: int):
-    """-> per (item, block, partition): acc [panels, 8, 64] and (m, l) [2, 64], fp32. Partitions past the end are not written."""
+    """-> fp32 states, acc [panels, 8, 64] and (m, den) [2, 64] per (item, block, partition); unwritten past a request."""
     heads = tiles.DECODE_HEADS
     lead = (s.items, s.blocks, s.partitions)
 
-    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, acc_smem, ml_smem):
-        *table, accs, mls = rest
+    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, acc_smem, row_smem):
+        *table, acc_states, row_states = rest
         item, block, split = (lax.axis_index(name) for name in ("item", "block", "split"))
 
         @pl.when(work[item, 0] >= 0)
@@ -204,15 +204,15 @@ def _partials(s: Shape, scale: float, splits: int):
                     end = lax.min((p + 1) * STEPS, rows.kv_tiles)
                     walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), end)
                     walk.start(p * STEPS)
-                    m, l, acc = walk.partition(views(q_smem)[0], limits, p)
+                    m, den, acc = walk.partition(views(q_smem)[0], limits, p)
                     for c, a in enumerate(acc):
                         acc_smem[c] = a
-                    ml_smem[0] = m
-                    ml_smem[1] = l
+                    row_smem[0] = m
+                    row_smem[1] = den
                     plgpu.commit_smem()
                     for c in range(s.panels):
-                        plgpu.copy_smem_to_gmem(acc_smem.at[c, pl.ds(0, heads)], accs.at[item, block, p, c])
-                    plgpu.copy_smem_to_gmem(ml_smem, mls.at[item, block, p])
+                        plgpu.copy_smem_to_gmem(acc_smem.at[c, pl.ds(0, heads)], acc_states.at[item, block, p, c])
+                    plgpu.copy_smem_to_gmem(row_smem, row_states.at[item, block, p])
                     plgpu.wait_smem_to_gmem(0)
 
     return plgpu.kernel(
@@ -224,7 +224,7 @@ def _partials(s: Shape, scale: float, splits: int):
         grid=(s.items, s.blocks, splits),
         grid_names=("item", "block", "split"),
         scratch_types=_scratch(s)
-        | dict(acc_smem=plgpu.SMEM((s.panels, ROWS, PANEL), f32), ml_smem=plgpu.SMEM((2, ROWS), f32)),
+        | dict(acc_smem=plgpu.SMEM((s.panels, ROWS, PANEL), f32), row_smem=plgpu.SMEM((2, ROWS), f32)),
         compiler_params=PARAMS,
     )
 
@@ -233,7 +233,7 @@ def _folded(s: Shape, out_type):
     """Fold the partitions of every (item, block) in ascending order and finish its rows."""
     heads = tiles.DECODE_HEADS
 
-    def body(accs, mls, cu_q, lens, work, out, lse, acc_smem, ml_smem, ready, out_smem, lse_smem):
+    def body(acc_states, row_states, cu_q, lens, work, out, lse, acc_smem, row_smem, ready, out_smem, lse_smem):
         item, block = lax.axis_index("item"), lax.axis_index("block")
 
         @pl.when(work[item, 0] >= 0)
@@ -247,8 +247,8 @@ def _folded(s: Shape, out_type):
                     slot = lax.rem(p, i32(STAGES))
                     for c in range(s.panels):
                         into = acc_smem.at[slot, c, pl.ds(0, heads)]
-                        plgpu.copy_gmem_to_smem(accs.at[item, block, p, c], into, ready.at[slot])
-                    plgpu.copy_gmem_to_smem(mls.at[item, block, p], ml_smem.at[slot], ready.at[slot])
+                        plgpu.copy_gmem_to_smem(acc_states.at[item, block, p, c], into, ready.at[slot])
+                    plgpu.copy_gmem_to_smem(row_states.at[item, block, p], row_smem.at[slot], ready.at[slot])
 
             for i in range(STAGES):
                 fetch(i32(i))
@@ -256,12 +256,12 @@ def _folded(s: Shape, out_type):
             def each(p, total):
                 slot = lax.rem(p, i32(STAGES))
                 plgpu.barrier_wait(ready.at[slot])
-                m = plgpu.load(ml_smem.at[slot, 0], layout=ROW)
-                l = plgpu.load(ml_smem.at[slot, 1], layout=ROW)
+                m = plgpu.load(row_smem.at[slot, 0], layout=ROW)
+                den = plgpu.load(row_smem.at[slot, 1], layout=ROW)
                 acc = tuple(plgpu.load(acc_smem.at[slot, c], layout=TILE) for c in range(s.panels))
                 plgpu.commit_smem()
                 fetch(p + STAGES)
-                return fold(total, (m, l, acc))
+                return fold(total, (m, den, acc))
 
             total = lax.fori_loop(0, count, each, fresh(s.head_dim))
             tiles.store(rows, *finish(total), out, lse, out_smem, lse_smem)
@@ -273,7 +273,7 @@ def _folded(s: Shape, out_type):
         grid_names=("item", "block"),
         scratch_types=dict(
             acc_smem=plgpu.SMEM((STAGES, s.panels, ROWS, PANEL), f32),
-            ml_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
+            row_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
             ready=plgpu.Barrier(num_arrivals=s.panels + 1, num_barriers=STAGES),
             out_smem=panels(s.panels),
             lse_smem=plgpu.SMEM((ROWS,), f32),

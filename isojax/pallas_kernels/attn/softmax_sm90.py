@@ -21,7 +21,7 @@ f32 = jnp.float32
 TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(1)
 
-# m [64], l [64], and acc [64, D] as panels of 64 columns: fp32, in registers
+# m [64], den [64], and acc [64, D] as panels of 64 columns: fp32, in registers
 State = tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]
 
 
@@ -44,29 +44,32 @@ def spread(row: jax.Array) -> jax.Array:
     return lax.broadcast_in_dim(row, (ROWS, PANEL), (0,))
 
 
-def weigh(scores: jax.Array, m: jax.Array, l: jax.Array, limit: jax.Array, *, scale: float):
-    """One tile of raw scores [64, 64] -> (m, l, alpha [64], p [64, 64]). limit [64]: last key in the tile that a row sees."""
+def weigh(scores: jax.Array, m: jax.Array, den: jax.Array, limit: jax.Array, *, scale: float):
+    """One tile of raw scores [64, 64] -> (m, den, alpha [64], p [64, 64]).
+
+    limit [64]: the last key of the tile that a row sees; what it does not see is replaced, whatever it was.
+    """
     s = exact(scores * (scale * LOG2E))
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KV_TILE), 1, layout=TILE)
     s = jnp.where(key <= spread(limit), s, -jnp.inf)
     top = jnp.maximum(m, s.max(axis=1))
     alpha, p = jnp.exp2(m - top), jnp.exp2(s - spread(top))
-    return top, exact(l * alpha) + p.sum(axis=1), alpha, p
+    return top, exact(den * alpha) + p.sum(axis=1), alpha, p
 
 
 def fold(total: State, part: State) -> State:
     """Add one finished partition to those before it."""
-    (big_m, big_l, big_acc), (m, l, acc) = total, part
+    (big_m, big_den, big_acc), (m, den, acc) = total, part
     top = jnp.maximum(big_m, m)
     old, new = jnp.exp2(big_m - top), jnp.exp2(m - top)
     wide_old, wide_new = spread(old), spread(new)
     folded = tuple(exact(a * wide_old) + exact(b * wide_new) for a, b in zip(big_acc, acc, strict=True))
-    return top, exact(big_l * old) + exact(l * new), folded
+    return top, exact(big_den * old) + exact(den * new), folded
 
 
 def finish(total: State) -> tuple[tuple[jax.Array, ...], jax.Array]:
     """-> (panels of out [64, D] bf16, log-sum-exp in base 2 [64])."""
-    m, l, acc = total
-    some = jnp.where(l > 0.0, l, 1.0)
-    inverse = spread(jnp.where(l > 0.0, 1.0 / some, 0.0))
+    m, den, acc = total
+    some = jnp.where(den > 0.0, den, 1.0)
+    inverse = spread(jnp.where(den > 0.0, 1.0 / some, 0.0))
     return tuple((a * inverse).astype(jnp.bfloat16) for a in acc), m + jnp.log2(some)

@@ -124,7 +124,7 @@ def q_arrivals(s: Shape) -> int:
 
 
 def fetch_q(rows: Rows, q, q_smem, barrier) -> None:
-    """Start the copies of q into q_smem [panels, 64, 64]. MMA rows without a query row keep what was there.
+    """Start the copies of q into q_smem [panels, 64, 64]; MMA rows without a query row keep what was there.
 
     q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q: those are computed and never stored.
     """
@@ -183,7 +183,7 @@ def clear_past_end(v_smem, end: jax.Array) -> None:
 
 # -- out ---------------------------------------------------------------------------------------------------------------
 def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem, lse_smem) -> None:
-    """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq]; waits for it.
+    """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq], and wait.
 
     smem: `panels` to stage through. A partly valid tile goes row by row: the next rows of T belong to other programs.
     """

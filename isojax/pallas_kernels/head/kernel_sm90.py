@@ -134,8 +134,8 @@ def log_sum_exp(top, total):
         row, leaf = lax.axis_index("row") * ROWS, lax.axis_index("wg")
 
         def fold(first, count, carry):
-            pairs = [[rows_of(a.at[leaf * each + first + i], row) for a in (top, total)] for i in range(count)]
-            for pair in pairs:
+            at = [leaf * each + first + i for i in range(count)]
+            for pair in [(rows_of(top.at[i], row), rows_of(total.at[i], row)) for i in at]:
                 carry = shared.combine(carry, pair)
             return carry
 
@@ -147,10 +147,7 @@ def log_sum_exp(top, total):
         @pl.when(leaf == 0)
         def _():
             plgpu.barrier_wait(done)
-            leaves = [
-                [plgpu.load(a.at[i], layout=ROW_LAYOUT, optimized=False) for a in (tops, totals)] for i in range(8)
-            ]
-            m, mass = tree(leaves, shared.combine)
+            m, mass = tree([(rows_of(tops.at[i], 0), rows_of(totals.at[i], 0)) for i in range(LEAVES)], shared.combine)
             out[pl.ds(row, ROWS)] = m + jnp.log2(mass) * LN2
 
     return plgpu.kernel(

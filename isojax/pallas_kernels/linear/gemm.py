@@ -51,8 +51,10 @@ def tiled(cols: int, dtype: Any) -> tuple[Any, ...]:
     """Transforms that store a [.., rows, cols] buffer as wgmma and TMA want it: 8-row tiles, widest swizzle."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(cols * size * 8)
-    tiling = plgpu.TilingTransform((8, swizzle // size))
-    return (tiling, plgpu.SwizzleTransform(swizzle)) if swizzle > 16 else (tiling,)
+    tiling = plgpu.TilingTransform((8, swizzle // size))  # pyright: ignore[reportAbstractUsage]
+    if swizzle == 16:
+        return (tiling,)
+    return tiling, plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
 
 
 def chunk(n: int, total: int, dtype: Any) -> int:
@@ -217,7 +219,7 @@ def product(
                     plgpu.barrier_arrive(s.free.at[lax.rem(first + steps - 1, stages)])
                     return value
 
-                return pl.run_scoped(run, plgpu.ACC((t.m, t.n), jnp.float32))
+                return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((t.m, t.n), jnp.float32))
 
             def add(low: Any, count: int, level: int) -> jax.Array:
                 if count == 1:

@@ -63,31 +63,6 @@ def cases(tmp_path_factory):
     return case
 
 
-def padded(sequences, width=None):
-    """(tokens, labels, attention mask), each [B, S], right-padded; the label of a last token is 0."""
-    width = width or max(map(len, sequences))
-    tokens, labels, mask = (torch.zeros(len(sequences), width, dtype=torch.long) for _ in range(3))
-    for i, s in enumerate(sequences):
-        tokens[i, : len(s)] = torch.tensor(s)
-        labels[i, : len(s) - 1] = torch.tensor(s[1:])
-        mask[i, : len(s)] = 1
-    return tokens, labels, mask
-
-
-def thd(sequences, slot=1):
-    """(tokens, labels, PackedSeqParams) of one packed row; each sequence starts at a multiple of `slot`."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    slots = [-(-len(s) // slot) * slot for s in sequences]
-    cut = lambda lens: torch.tensor(np.concatenate([[0], np.cumsum(lens)]), dtype=torch.int32)
-    tokens, labels = (torch.zeros(1, sum(slots), dtype=torch.long) for _ in range(2))
-    for s, at in zip(sequences, cut(slots).tolist(), strict=False):
-        tokens[0, at : at + len(s)] = torch.tensor(s)
-        labels[0, at : at + len(s) - 1] = torch.tensor(s[1:])
-    cu = cut([len(s) for s in sequences])
-    return tokens, labels, PackedSeqParams("thd", cu, cu, cut(slots) if slot > 1 else None)
-
-
 def bits(x):
     """Floats as unsigned integers: -0.0 and NaN payloads count."""
     x = x.detach().numpy() if isinstance(x, torch.Tensor) and x.dtype != torch.bfloat16 else x

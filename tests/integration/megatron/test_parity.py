@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from bridges.megatron import model
+from bridges.megatron import model, score
+from bridges.megatron.score import packed, padded
 from isojax.model import weights
 from isojax.runtime import Reference
 from tests.integration import models
-from tests.integration.megatron.conftest import bits, differing, padded, thd, unpacked, unpadded
+from tests.integration.megatron.conftest import bits, differing, unpacked, unpadded
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -48,9 +49,9 @@ def test_micro_batches(cases, size, recompute):
 def test_packed(cases, slot, recompute):
     c = cases("qwen3")
     trainer = model.build(c.config, c.params, **recompute)
-    tokens, labels, packed = thd(c.sequences, slot)
+    tokens, labels, packing = packed(c.sequences, slot)
     for case in ("trainer_fwd", "trainer_score"):
-        found = trainer.logprobs(tokens, labels, case=case, packed_seq_params=packed)
+        found = trainer.logprobs(tokens, labels, case=case, packed_seq_params=packing)
         assert differing(unpacked(found, c.sequences, slot), c.logprobs[1.0]) == 0, case
 
 
@@ -111,8 +112,19 @@ def test_hidden_states_and_operands(cases):
     assert forwards and all(f.strided_operands == 0 for f in forwards)
 
 
+@pytest.mark.parametrize("pack", [False, True])
+def test_score_takes_batches_apart(cases, pack):
+    c = cases("qwen3")
+    trainer = model.build(c.config, c.params)
+    found = score.score(trainer, c.sequences, case="trainer_score", temperature=0.7, pack=pack, hidden=True)
+    assert differing(found.logprobs, c.logprobs[0.7]) == 0
+    expected = Reference(c.config, weights.as_jax(c.params)).hidden(c.sequences)
+    rows = np.concatenate(found.hidden)
+    assert (rows == np.asarray(expected).view(np.int16)[: len(rows)]).all()
+
+
 @pytest.mark.slow
-def test_smollm2(tmp_path):
+def test_smollm2():
     from transformers import AutoTokenizer
 
     from isojax import demo

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
-from bridges.megatron import model
+from bridges.megatron import model, start
 from bridges.megatron.config import transformer_config
 from bridges.megatron.logprob import LogProbs
-from isojax.errors import CheckpointError, InputError, Unsupported
-from tests.integration.megatron.conftest import padded, thd
+from bridges.megatron.score import packed, padded
+from isojax.errors import CheckpointError, InputError, Unavailable, Unsupported
 
 
 @pytest.mark.parametrize(
@@ -77,13 +79,13 @@ def test_masks_that_are_not_causal_sequences(cases, trainer):
 
 
 def test_packed_sequences_that_do_not_fit(cases, trainer):
-    tokens, labels, packed = thd(cases("qwen3").sequences)
-    packed.cu_seqlens_q = packed.cu_seqlens_kv = packed.cu_seqlens_q + 1
+    tokens, labels, packing = packed(cases("qwen3").sequences)
+    packing.cu_seqlens_q = packing.cu_seqlens_kv = packing.cu_seqlens_q + 1
     with pytest.raises(InputError, match="do not cut 64 rows"):
-        trainer.logprobs(tokens, labels, case="trainer_fwd", packed_seq_params=packed)
-    packed.qkv_format = "sbhd"
+        trainer.logprobs(tokens, labels, case="trainer_fwd", packed_seq_params=packing)
+    packing.qkv_format = "sbhd"
     with pytest.raises(InputError, match="give qkv_format 'thd'"):
-        trainer.logprobs(tokens, labels, case="trainer_fwd", packed_seq_params=packed)
+        trainer.logprobs(tokens, labels, case="trainer_fwd", packed_seq_params=packing)
 
 
 def test_tokens_labels_and_lengths(cases, trainer):
@@ -123,6 +125,17 @@ def test_a_checkpoint_of_another_model(cases):
 
         c = cases("qwen3")
         weights.load_hf(model.build(c.config, c.params), cases("qwen2").path, c.config)
+
+
+def test_megatron_missing_or_of_another_version(monkeypatch):
+    monkeypatch.setattr(start, "VERSION", "0.20.0")
+    with pytest.raises(
+        Unavailable, match=r"megatron-core 0\.19\.2.* is installed; this bridge is written against 0.20.0"
+    ):
+        start.megatron()
+    monkeypatch.setitem(sys.modules, "megatron.core", None)
+    with pytest.raises(Unavailable, match="megatron-core is not installed"):
+        start.megatron()
 
 
 def test_a_processor_no_contract_covers(cases):

@@ -11,13 +11,14 @@ import contract as contracts
 from bridges.megatron import adapter, model, plug, stock, weights
 from bridges.megatron.config import transformer_config
 from bridges.megatron.modules import IsoRMSNorm
+from bridges.megatron.score import padded
 from bridges.megatron.spec import module_layer_spec
 from bridges.torch_ops import region_op
 from isojax import profile
 from isojax.errors import InputError, Unavailable
 from isojax.model import weights as checkpoints
 from tests.integration import models
-from tests.integration.megatron.conftest import bits, padded
+from tests.integration.megatron.conftest import bits
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)

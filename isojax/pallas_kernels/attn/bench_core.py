@@ -1,0 +1,111 @@
+"""Bench of attn.core: causal batches of equal sequences, and paged decode.
+
+Peer: vLLM's FlashAttention 3 where it can be imported, else torch's scaled_dot_product_attention (which cannot read
+pages: it gets contiguous keys, prepared outside the timing).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from isojax.gates.bench import BenchCase, Operand
+from isojax.pallas_kernels.attn import core
+from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
+
+MODELS = (("Qwen3-1.7B", 16, 8, 128), ("Qwen3-8B", 32, 8, 128), ("Llama-70B TP8", 8, 1, 128), ("SmolLM2", 9, 3, 64))
+PREFILL_TOKENS = 16384
+LENGTHS = (1024, 4096, 16384, 32768)
+DECODES = ((1, 1024), (1, 32768), (16, 8192), (64, 2048), (256, 1024), (256, 4096))  # requests, keys each
+PAGE = 16
+
+
+def _flash():
+    """vLLM's flash_attn_varlen_func, or None."""
+    try:
+        from vllm.vllm_flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+def _sdpa(torch, q, k, v, scale, causal):
+    """q, k, v [B, n, H, D]."""
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    return lambda: attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+
+
+def _prefill_peer(length: int, scale: float):
+    def peer(torch, q, kv, cu_q, lens, work):
+        k, v = (x.contiguous() for x in kv.chunk(2, -1))
+        if (flash := _flash()) is None:
+            batch = lambda x: x.unflatten(0, (-1, length))
+            return _sdpa(torch, batch(q), batch(k), batch(v), scale, True)
+        return lambda: flash(
+            q, k, v, max_seqlen_q=length, cu_seqlens_q=cu_q, max_seqlen_k=length, cu_seqlens_k=cu_q,
+            softmax_scale=scale, causal=True, fa_version=3,
+        )  # fmt: skip
+
+    return peer
+
+
+def _decode_peer(length: int, scale: float):
+    def peer(torch, q, kv, table, cu_q, lens, work):
+        k, v = kv.chunk(2, -1)
+        if (flash := _flash()) is None:
+            rows = lambda x: x[table.long()].flatten(1, 2)
+            return _sdpa(torch, q[:, None], rows(k), rows(v), scale, False)
+        return lambda: flash(
+            q, k, v, max_seqlen_q=1, cu_seqlens_q=cu_q, max_seqlen_k=length, seqused_k=lens, block_table=table,
+            softmax_scale=scale, causal=True, fa_version=3,
+        )  # fmt: skip
+
+    return peer
+
+
+def _lists(requests: int, rows: int, length: int, tile: int) -> tuple[Operand, Operand, Operand]:
+    """cu_q, lens and work of `requests` requests with `rows` query rows and `length` keys each."""
+    counts = np.full(requests, rows)
+    cu_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    work = work_list(counts, tile, capacity(requests * rows, requests, tile))
+    lens = np.full(requests, length, np.int32)
+    return tuple(Operand("i32", a.shape, values=a) for a in (cu_q, lens, work))  # pyright: ignore[reportReturnType]
+
+
+def _prefill(name, heads, kv_heads, d, length):
+    t = max(PREFILL_TOKENS, length)
+    tile, scale = tile_rows("sm90", heads // kv_heads), d**-0.5
+    return BenchCase(
+        f"{name} causal {t // length} x {length}",
+        (Operand("bf16", (t, heads, d)), Operand("bf16", (t, kv_heads, 2 * d)), None)
+        + _lists(t // length, length, length, tile),
+        bytes=2 * t * d * (2 * heads + 2 * kv_heads) + 4 * t * heads,
+        flops=2 * t * length * heads * d,  # two matmuls, two flops, half of the square
+        statics={"scale": scale, "tile": tile},
+        peer=_prefill_peer(length, scale),
+    )
+
+
+def _decode(name, heads, kv_heads, d, requests, length):
+    pages, scale = length // PAGE, d**-0.5
+    table = np.random.default_rng(0).permutation(requests * pages).reshape(requests, pages).astype(np.int32)
+    tile = tile_rows("sm90", heads // kv_heads, longest=1)
+    return BenchCase(
+        f"{name} decode {requests} x {length}",
+        (
+            Operand("bf16", (requests, heads, d)),
+            Operand("bf16", (requests * pages, PAGE, kv_heads, 2 * d)),
+            Operand("i32", table.shape, values=table),
+            *_lists(requests, 1, length, tile),
+        ),
+        bytes=2 * requests * (length * kv_heads * 2 * d + 2 * heads * d),
+        flops=4 * requests * length * heads * d,
+        statics={"scale": scale, "tile": tile},
+        peer=_decode_peer(length, scale),
+    )
+
+
+@core.bench_cases
+def cases():
+    causal = [_prefill(*model, length) for model in MODELS for length in LENGTHS]
+    return causal + [_decode(*model, *shape) for model in MODELS for shape in DECODES]

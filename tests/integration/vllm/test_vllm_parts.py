@@ -1,0 +1,257 @@
+"""The bridge's parts without an engine: refusals, step buffers, tap, contract, plug-in."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import contract as contracts
+from bridges.vllm import adapter, environment, supported
+from bridges.vllm.engine import buckets, engine_args, graphs
+from bridges.vllm.step import Step
+from bridges.vllm.tap import Tap, by_request, digest
+from isojax import batch as batches
+from isojax import profile
+from isojax.errors import ConfigError, InputError, Unavailable
+
+
+def config(**changes):
+    """A vllm_config that runs; changes: 'part.option' -> value."""
+    parts = {
+        "model_config": dict(
+            quantization=None,
+            dtype=torch.bfloat16,
+            runner_type="generate",
+            enable_prompt_embeds=False,
+            logprobs_mode="raw_logprobs",
+        ),
+        "cache_config": dict(cache_dtype="auto", block_size=16),
+        "parallel_config": dict(
+            tensor_parallel_size=1,
+            pipeline_parallel_size=1,
+            data_parallel_size=1,
+            decode_context_parallel_size=1,
+            enable_expert_parallel=False,
+            use_ubatching=False,
+        ),
+    }
+    whole = dict(lora_config=None, speculative_config=None, kv_transfer_config=None, additional_config={})
+    for name, value in changes.items():
+        part, _, option = name.partition("__")
+        if option:
+            parts[part][option] = value
+        else:
+            whole[part] = value
+    return SimpleNamespace(**whole, **{k: SimpleNamespace(**v) for k, v in parts.items()})
+
+
+def test_a_plain_configuration_is_supported():
+    supported.check(config(), "cpu")
+    supported.check(config(model_config__dtype=torch.float32), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("change", "option"),
+    [
+        (dict(parallel_config__tensor_parallel_size=2), "tensor_parallel_size"),
+        (dict(parallel_config__pipeline_parallel_size=2), "pipeline_parallel_size"),
+        (dict(parallel_config__data_parallel_size=2), "data_parallel_size"),
+        (dict(lora_config=object()), "enable_lora"),
+        (dict(speculative_config=object()), "speculative_config"),
+        (dict(kv_transfer_config=object()), "kv_transfer_config"),
+        (dict(model_config__quantization="fp8"), "quantization"),
+        (dict(model_config__logprobs_mode="processed_logprobs"), "logprobs_mode"),
+        (dict(model_config__dtype=torch.float16), "dtype"),
+        (dict(model_config__runner_type="pooling"), "runner"),
+        (dict(cache_config__cache_dtype="fp8"), "kv_cache_dtype"),
+        (dict(cache_config__block_size=48), "block_size"),
+    ],
+)
+def test_the_rest_is_refused_by_name(change, option):
+    with pytest.raises(ConfigError, match=f"vLLM option {option} = .*allowed"):
+        supported.check(config(**change), "cpu")
+
+
+def test_float32_is_refused_on_a_gpu():
+    with pytest.raises(ConfigError, match="vLLM option dtype"):
+        supported.check(config(model_config__dtype=torch.float32), "sm90")
+
+
+# -- step buffers ---------------------------------------------------------------------------------------------------
+QUERY, CONTEXT, PAGE, GROUP = [1, 20, 3], [40, 20, 35], 16, 2
+
+
+def common(padded: int | None = None, requests: int | None = None):
+    """CommonAttentionMetadata of one step, padded as vLLM pads for a CUDA graph."""
+    n, r = sum(QUERY), len(QUERY)
+    table = np.random.default_rng(0).permutation(np.arange(1, 49)).reshape(r, 16).astype(np.int32)
+    plain = batches.paged(QUERY, CONTEXT, table, PAGE, GROUP, "cpu", None)
+    padded, requests = padded or n, requests or r
+    pad = lambda x, size, fill: torch.from_numpy(batches.pad(np.asarray(x), size, fill))
+    starts = np.concatenate([[0], np.cumsum(QUERY)]).astype(np.int32)
+    metadata = SimpleNamespace(
+        num_actual_tokens=padded,
+        num_reqs=requests,
+        positions=pad(plain.positions[:n].astype(np.int64), padded, 5),
+        slot_mapping=pad(plain.slots[:n].astype(np.int64), padded, -1),
+        seq_lens=pad(np.int32(CONTEXT), requests, 0),
+        block_table_tensor=pad(table, requests, 0),
+        query_start_loc_cpu=pad(starts, requests + 1, n),
+    )
+    return metadata, plain
+
+
+@pytest.mark.parametrize(("padded", "requests"), [(None, None), (32, 8), (32, 5)])
+def test_step_buffers_hold_what_the_reference_packs(padded, requests):
+    step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    for x in step.arrays(128):
+        x.fill_(7)  # an earlier step's contents
+    metadata, plain = common(padded, requests)
+    a = step.fill(metadata)
+    n = sum(QUERY)
+    assert torch.equal(a.slots, torch.from_numpy(plain.slots))
+    assert torch.equal(a.positions[:n], torch.from_numpy(plain.positions[:n]))
+    for name in ("cu_q", "lens", "work"):
+        assert np.array_equal(getattr(a, name).numpy(), getattr(plain, name)), name
+    assert torch.equal(a.table[: len(QUERY)], torch.from_numpy(plain.table[: len(QUERY)]))
+
+
+def test_step_buffers_never_move():
+    step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    before = [x.data_ptr() for x in step.arrays(24)]
+    metadata, _ = common()
+    assert [x.data_ptr() for x in step.fill(metadata)] == before
+    assert [x.data_ptr() for x in step.idle(24)] == before
+    assert all(x.is_contiguous() for x in step.arrays(24))
+
+
+def test_buckets_and_graphs():
+    assert buckets(200, "cpu") == [16, 32, 48, 64, 96, 128, 192]
+    assert graphs(200) == {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [64, 128, 192, 200]}
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+def test_engine_args(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = engine_args("model", "c.json", arch="cpu", max_num_seqs=3, hf_overrides={"rope_theta": 5.0})
+    assert args["hf_overrides"] == {"architectures": ["IsoForCausalLM"], "rope_theta": 5.0}
+    assert args["worker_cls"] == "bridges.vllm.worker.IsoWorker"
+    assert (args["max_num_seqs"], args["enforce_eager"]) == (3, True)
+    assert args["additional_config"]["isojax"]["contract"] == str(tmp_path / "c.json")
+    gpu = engine_args("model", arch="sm90")
+    assert "enforce_eager" not in gpu and gpu["compilation_config"]["cudagraph_mode"] == "FULL"
+    assert "compilation_config" not in engine_args("model", arch="sm90", enforce_eager=True)
+    with pytest.raises(ConfigError, match="worker_cls"):
+        engine_args("model", worker_cls="my.Worker")
+    with pytest.raises(ConfigError, match="architectures"):
+        engine_args("model", hf_overrides={"architectures": ["LlamaForCausalLM"]})
+
+
+def test_the_environment_never_overrides_the_user(monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "7")
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    assert environment.prepare("cpu")["VLLM_NO_USAGE_STATS"] == "1"
+    import os
+
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "7"
+
+
+# -- tap ----------------------------------------------------------------------------------------------------------
+def test_tap():
+    rows = torch.tensor([[0.0, 1.0], [-0.0, 1.0]])
+    tap = Tap("digest")
+    tap.record(["a-12345678", "b-c-12345678"], [4, 9], rows)
+    first, second = tap.take()
+    assert by_request([first, second]) == {"a": {4: digest(rows[0].numpy())}, "b-c": {9: second[2]}}
+    assert first[2] != second[2]  # the sign of zero counts
+    assert tap.take() == []
+    with pytest.raises(ValueError, match="twice"):
+        by_request([first, (first[0], first[1], second[2])])
+    with pytest.raises(InputError, match="tap mode"):
+        Tap("all")  # type: ignore[arg-type]
+
+
+# -- contract -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory):
+    path = tmp_path_factory.mktemp("contract") / "dense.json"
+    contracts.save(profile.build("dense", "cpu"), path)
+    return path
+
+
+def under(path, **more):
+    return config(additional_config={"isojax": {"contract": str(path), **more}})
+
+
+def test_the_contract_is_optional():
+    assert adapter.install(config(), profile.ENGINE, "cpu") is None
+    with pytest.raises(ConfigError, match="without a contract"):
+        adapter.install(config(additional_config={"isojax": {"identities": {"a": 1}}}), profile.ENGINE, "cpu")
+    with pytest.raises(ConfigError, match="contract, identities"):
+        adapter.install(config(additional_config={"isojax": {"contarct": "x"}}), profile.ENGINE, "cpu")
+
+
+def test_the_contract_covers_the_engine(dense):
+    installed = adapter.install(under(dense), profile.ENGINE, "cpu")
+    assert installed.identities == contracts.load(dense).identities
+
+
+def test_an_uncovered_region_an_unclaimed_degree_and_other_identities_are_refused(dense):
+    with pytest.raises(contracts.AdapterRefusal, match="residual.add"):
+        adapter.install(under(dense), [*profile.ENGINE, "residual.add"], "cpu")
+    two = under(dense)
+    two.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(contracts.AdapterRefusal, match="tp"):
+        adapter.install(two, profile.ENGINE, "cpu")
+    other = contracts.load(dense).identities.plain() | {"numerical_policy": "0" * 64}
+    with pytest.raises(contracts.AdapterRefusal, match="numerical_policy"):
+        adapter.install(under(dense, identities=other), profile.ENGINE, "cpu")
+
+
+# -- vLLM's own classes ---------------------------------------------------------------------------------------------
+def test_registration_adds_one_name_and_is_idempotent():
+    from vllm import ModelRegistry
+
+    from bridges.vllm.plugin import register
+
+    before = set(ModelRegistry.get_supported_archs())
+    register()
+    register()
+    assert set(ModelRegistry.get_supported_archs()) - before <= {"IsoForCausalLM"}
+
+
+def test_logits_are_refused_without_our_sampler():
+    from bridges.vllm.model import IsoForCausalLM
+
+    with pytest.raises(Unavailable, match="worker_cls='bridges.vllm.worker.IsoWorker'"):
+        IsoForCausalLM.compute_logits(SimpleNamespace(sampler=None), torch.zeros(1, 1))  # type: ignore[arg-type]
+
+
+def test_another_logprobs_mode_is_refused_by_the_sampler():
+    from bridges.vllm.sampler import IsoSampler
+
+    with pytest.raises(ConfigError, match="logprobs_mode"):
+        IsoSampler(None, None, "processed_logprobs")  # type: ignore[arg-type]
+
+
+def test_the_v2_runner_is_refused():
+    from bridges.vllm.worker import IsoWorker
+
+    with pytest.raises(Unavailable, match="VLLM_USE_V2_MODEL_RUNNER=0"):
+        IsoWorker(SimpleNamespace(use_v2_model_runner=True))
+
+
+def test_plug():
+    from bridges.vllm import plug
+
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(2, 2), "b": torch.nn.Linear(2, 2)})
+    assert plug("b", lambda module, x: x + module.in_features)(model) == ["b"]
+    assert torch.equal(model["b"](torch.zeros(2)), torch.full((2,), 2.0))
+    with pytest.raises(InputError, match="matches 'layers.*'"):
+        plug("layers.*", lambda module, x: x)(model)
+    model["a"].do_not_compile = False
+    with pytest.raises(Unavailable, match="enforce_eager=True"):
+        plug("b", lambda module, x: x)(model)
