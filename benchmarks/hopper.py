@@ -22,6 +22,7 @@ from isojax.gates.bits import compare_all
 from isojax.region import Region, load_shipped, lookup
 
 Row = dict[str, Any]
+ONLY: list[str] = []  # regions to gate; all where empty
 
 
 def normal(rng: np.random.Generator, *shape: int, scale: float = 1.0) -> np.ndarray:
@@ -131,7 +132,7 @@ def gates(rng: np.random.Generator) -> Iterator[Row]:
     from isojax.gates.run import gated, run_gate
 
     del rng
-    for name in gated():
+    for name in [n for n in gated() if not ONLY or n in ONLY]:
         def make():
             results = run_gate(name, "sm90", quick=False)
             return dict(
@@ -207,7 +208,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("stages", nargs="+", choices=sorted(STAGES))
     parser.add_argument("--out", default=".")
+    parser.add_argument("--only", action="append", default=[], help="gate this region only; repeatable")
     options = parser.parse_args()
+    ONLY.extend(options.only)
     load_shipped()
     print("jax", jax.__version__, jax.devices(), flush=True)
     rows = []

@@ -49,8 +49,11 @@ def packed(
         out[1, 0, at : at + len(s) - 1] = s[1:]
     tokens, labels = torch.from_numpy(out).to(device).unbind(0)
     there = lambda x: torch.tensor(x, dtype=torch.int32, device=device)
-    q = there(cu)
-    return tokens, labels, PackedSeqParams("thd", q, q, None if slot == 1 else there(starts))
+    packing = PackedSeqParams("thd", there(cu), max_seqlen_q=max(lens), max_seqlen_kv=max(lens))
+    packing.cu_seqlens_kv = packing.cu_seqlens_q
+    if slot > 1:
+        packing.cu_seqlens_q_padded = packing.cu_seqlens_kv_padded = there(starts)
+    return tokens, labels, packing
 
 
 @dataclass

@@ -21,7 +21,7 @@ from bridges.torch_ops.collectives import COLLECTIVES, Groups
 from bridges.torch_ops.dtypes import tensor_of, to_torch
 from bridges.torch_ops.inplace import last_uses, plan_writes
 from isojax import _jax_internals as internals
-from isojax.errors import InputError, Refused, Unavailable
+from isojax.errors import InputError, Refused
 from isojax.program import Program, Step
 from isojax.region import lookup
 
@@ -128,14 +128,7 @@ def compile_program(
     Raises: Refused (a write that cannot be proved safe, movement that torch would do otherwise), Unsupported (a region
     on this arch), Unavailable (no such device, no process group).
     """
-    where = (
-        torch.device("cpu") if arch == "cpu" else backends.current_cuda() if device is None else torch.device(device)
-    )
-    if where.type == "cuda" and where.index is None:
-        where = backends.current_cuda()
-    if device is not None and torch.device(device).type != ("cpu" if arch == "cpu" else "cuda"):
-        raise Unavailable(f"arch {arch!r} does not run on {device}; cpu runs on 'cpu', sm90 on 'cuda'")
-    return Compiled(program, arch, where, tuple(donate), groups or {})
+    return Compiled(program, arch, backends.resolve(arch, device), tuple(donate), groups or {})
 
 
 def narrow(x: torch.Tensor, what: str = "input") -> torch.Tensor:

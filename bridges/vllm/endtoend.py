@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from bridges.vllm.engine import engine_args
 from bridges.vllm.tap import by_request, digest
@@ -44,6 +45,8 @@ def generate(
     """
     if eager:
         options["enforce_eager"] = True
+    if torch.cuda.is_available():
+        options.setdefault("gpu_memory_utilization", 0.5)  # the reference comes to the same GPU
     args = engine_args(model, **options)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
@@ -95,9 +98,11 @@ def compare(model: str | Path, asked: Sequence[Sequence[int]], got: dict[str, An
     return count
 
 
-def run(model: str | Path, new: int = 32, *, eager: bool = False, **options: Any) -> dict[str, Any]:
+def run(
+    model: str | Path, new: int = 32, *, eager: bool = False, lengths: Sequence[int] = LENGTHS, **options: Any
+) -> dict[str, Any]:
     """generate and compare on random prompts; plain numbers. Raises InputError where the proof would be empty."""
-    asked = prompts(load_config(model).vocab)
+    asked = prompts(load_config(model).vocab, lengths)
     got = generate(model, asked, new, eager=eager, **options)
     report = {k: v for k, v in got.items() if k not in ("tokens", "logprobs", "rows")} | compare(model, asked, got)
     if not report["cached"]:
@@ -112,10 +117,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--new", type=int, default=32, help="tokens per request")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="of the prompts")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--options", type=json.loads, default={}, help="JSON of further engine arguments")
     args = parser.parse_args(argv)
-    report = run(args.model, args.new, eager=args.eager, **args.options)
+    report = run(args.model, args.new, eager=args.eager, lengths=args.lengths, **args.options)
     print(json.dumps(report))
     return int(report["rows_differing"] + report["logprobs_differing"] > 0)
 

@@ -66,13 +66,14 @@ class Step:
         a.slots[:n].copy_(common.slot_mapping[:n], non_blocking=True)
         a.slots[:n].clamp_(min=0)  # vLLM marks padding rows with -1
         a.slots[n:].zero_()
-        a.lens[:r].copy_(common.seq_lens[:r], non_blocking=True)
-        a.lens[r:].zero_()
         width = min(a.table.shape[1], common.block_table_tensor.shape[1])
         a.table[:r, :width].copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
         query = np.diff(starts)
+        # exact without speculative decoding; vLLM's dummy batches, though, may have more new tokens than tokens
+        lens = np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query)
         self._send(a.cu_q, batches.pad(starts.astype(np.int32), len(a.cu_q), starts[-1]))
+        self._send(a.lens, batches.pad(lens.astype(np.int32), len(a.lens)))
         self._send(a.work, work.work_list(query, self.tile, len(a.work)))
         return a
 

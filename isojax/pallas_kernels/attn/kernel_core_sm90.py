@@ -179,7 +179,7 @@ def _whole(s: Shape, scale: float, out_type):
 
 # -- partitions side by side -------------------------------------------------------------------------------------------
 def _partials(s: Shape, scale: float, splits: int):
-    """-> fp32 states, acc [panels, 8, 64] and (m, den) [2, 64] per (item, block, partition); unwritten past a request."""
+    """-> fp32 states, acc [panels, 8, 64] and (m, den) [2, 64] per (item, block, partition); none past a request."""
     heads = tiles.DECODE_HEADS
     lead = (s.items, s.blocks, s.partitions)
 

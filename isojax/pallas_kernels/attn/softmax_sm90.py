@@ -1,8 +1,9 @@
 """The softmax schedule of attn.core on one warpgroup's 64 rows: what every sm90 kernel of the region shares.
 
-Every product that feeds a sum is fenced, because LLVM would contract the pair to an FMA or not, depending on the code
-around it; the bits must not depend on which kernel a step is in. The reductions over the 64 keys run on one layout and
-one tile height everywhere (facts: the tree depends on both).
+Between a product and the sum that it feeds stands a select, everywhere: Mosaic's PTX says mul.f32 and add.f32, which
+LLVM and ptxas may contract to an FMA or not, depending on the code around them, and the bits must not depend on which
+kernel a step is in. (lax.optimization_barrier stops LLVM only: ptxas sees nothing of it.) The reductions over the 64
+keys run on one layout and one tile height everywhere: their tree depends on both.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def fresh(head_dim: int) -> State:
     )
 
 
-def exact(x: jax.Array) -> jax.Array:
-    """x, rounded as written: nothing is contracted across this point."""
-    return lax.optimization_barrier(x)
+def scaled(x: jax.Array, factor: jax.Array) -> jax.Array:
+    """x * factor, rounded; factor >= 0, as the compiler cannot know."""
+    return jnp.where(factor >= 0.0, x * factor, 0.0)
 
 
 def spread(row: jax.Array) -> jax.Array:
@@ -49,12 +50,11 @@ def weigh(scores: jax.Array, m: jax.Array, den: jax.Array, limit: jax.Array, *, 
 
     limit [64]: the last key of the tile that a row sees; what it does not see is replaced, whatever it was.
     """
-    s = exact(scores * (scale * LOG2E))
     key = plgpu.broadcasted_iota(jnp.int32, (ROWS, KV_TILE), 1, layout=TILE)
-    s = jnp.where(key <= spread(limit), s, -jnp.inf)
+    s = jnp.where(key <= spread(limit), scores * (scale * LOG2E), -jnp.inf)
     top = jnp.maximum(m, s.max(axis=1))
     alpha, p = jnp.exp2(m - top), jnp.exp2(s - spread(top))
-    return top, exact(den * alpha) + p.sum(axis=1), alpha, p
+    return top, scaled(den, alpha) + p.sum(axis=1), alpha, p
 
 
 def fold(total: State, part: State) -> State:
@@ -63,8 +63,8 @@ def fold(total: State, part: State) -> State:
     top = jnp.maximum(big_m, m)
     old, new = jnp.exp2(big_m - top), jnp.exp2(m - top)
     wide_old, wide_new = spread(old), spread(new)
-    folded = tuple(exact(a * wide_old) + exact(b * wide_new) for a, b in zip(big_acc, acc, strict=True))
-    return top, exact(big_den * old) + exact(den * new), folded
+    folded = tuple(scaled(a, wide_old) + scaled(b, wide_new) for a, b in zip(big_acc, acc, strict=True))
+    return top, scaled(big_den, old) + scaled(den, new), folded
 
 
 def finish(total: State) -> tuple[tuple[jax.Array, ...], jax.Array]:

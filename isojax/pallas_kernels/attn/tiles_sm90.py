@@ -126,7 +126,8 @@ def q_arrivals(s: Shape) -> int:
 def fetch_q(rows: Rows, q, q_smem, barrier) -> None:
     """Start the copies of q into q_smem [panels, 64, 64]; MMA rows without a query row keep what was there.
 
-    q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q: those are computed and never stored.
+    q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q, which
+    are computed and never stored.
     """
     s = rows.shape
     for c in range(s.panels):

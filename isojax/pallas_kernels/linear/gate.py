@@ -38,7 +38,12 @@ LEAVED = (
 
 
 def _operands(rng, rows):
-    return ill_conditioned(rng, rows, K), ill_conditioned(rng, N, K)
+    """In the second half of the outputs leaves 4 to 7 take away what leaves 1, 2, 3, 0 add: only roundings are left, so
+    that the order of every addition shows even after the rounding to bf16."""
+    x, weight = (ill_conditioned(rng, n, LEAVES, K // LEAVES) for n in (rows, N))
+    x[:, 4:] = x[:, [1, 2, 3, 0]]
+    weight[N // 2 :, 4:] = -weight[N // 2 :, [1, 2, 3, 0]]
+    return x.reshape(rows, K), weight.reshape(N, K)
 
 
 def exact(x, weight, *, leaves=1):

@@ -129,9 +129,7 @@ def test_a_checkpoint_of_another_model(cases):
 
 def test_megatron_missing_or_of_another_version(monkeypatch):
     monkeypatch.setattr(start, "VERSION", "0.20.0")
-    with pytest.raises(
-        Unavailable, match=r"megatron-core 0\.19\.2.* is installed; this bridge is written against 0.20.0"
-    ):
+    with pytest.raises(Unavailable, match=r"megatron-core 0\.19\.2.* is installed; .* against 0\.20\.0"):
         start.megatron()
     monkeypatch.setitem(sys.modules, "megatron.core", None)
     with pytest.raises(Unavailable, match="megatron-core is not installed"):

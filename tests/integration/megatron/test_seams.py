@@ -11,7 +11,8 @@ import contract as contracts
 from bridges.megatron import adapter, model, plug, stock, weights
 from bridges.megatron.config import transformer_config
 from bridges.megatron.modules import IsoRMSNorm
-from bridges.megatron.score import padded
+from bridges.megatron.rows import RowFinder
+from bridges.megatron.score import packed, padded
 from bridges.megatron.spec import module_layer_spec
 from bridges.torch_ops import region_op
 from isojax import profile
@@ -19,6 +20,7 @@ from isojax.errors import InputError, Unavailable
 from isojax.model import weights as checkpoints
 from tests.integration import models
 from tests.integration.megatron.conftest import bits
+from tests.integration.megatron.test_parity import FULL
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)
@@ -50,16 +52,11 @@ def test_parameters_have_the_names_that_megatron_bridge_maps(cases):
     assert rest == {"embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"}
 
 
-def test_single_modules_in_megatrons_own_layer(cases):
-    """Each module alone in Megatron's layer, against its stock layer, forward and gradients, in float32.
-
-    Both are fp32 sums of K <= 512 terms in different orders: 2e-5 of the norm, as in test_gradients.
-    """
+def of_modules(config, params):
+    """Megatron's own layers around IsoJAX modules."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    c = cases("qwen3")
-    config, params = checkpoints.load(c.path, "float32")
     layers = [module_layer_spec(config.qk_norm)] * config.layers
     mixed = GPTModel(
         transformer_config(config, use_te_activation_func=True),
@@ -71,6 +68,17 @@ def test_single_modules_in_megatrons_own_layer(cases):
         share_embeddings_and_output_weights=config.tied,
     )
     weights.load_packed(mixed, params, config)
+    return mixed
+
+
+def test_single_modules_in_megatrons_own_layer(cases):
+    """Each module alone in Megatron's layer, against its stock layer, forward and gradients, in float32.
+
+    Both are fp32 sums of K <= 512 terms in different orders: 2e-5 of the norm, as in test_gradients.
+    """
+    c = cases("qwen3")
+    config, params = checkpoints.load(c.path, "float32")
+    mixed = of_modules(config, params)
     peer = stock.stock_model(config, params)
     tokens, labels, _ = padded(c.sequences)
     s = tokens.shape[1]
@@ -82,6 +90,46 @@ def test_single_modules_in_megatrons_own_layer(cases):
         grads.append(weights.names(config, stock=m is peer))
         grads[-1] = {ours: m.get_parameter(theirs).grad for ours, theirs in grads[-1].items()}
     assert all((grads[0][n] - grads[1][n]).norm() < 2e-5 * grads[1][n].norm() for n in grads[1])
+
+
+def test_core_attention_alone_takes_packed_sequences(cases):
+    """Hidden states of a packed row have the bits of the padded micro-batch: every module is batch invariant."""
+    c = cases("qwen3")
+    mixed = of_modules(c.config, c.params)
+    take = dict(output_processor=lambda *, hidden_states, **_: hidden_states)
+    tokens, _, mask = padded(c.sequences)
+    apart = mixed(tokens, torch.arange(16).expand_as(tokens), mask, **take)
+    tokens, _, packing = packed(c.sequences)
+    together = mixed(tokens, torch.arange(64)[None], None, packed_seq_params=packing, **take)[:, 0]
+    rows = torch.cat([apart[: len(s), i] for i, s in enumerate(c.sequences)])
+    assert (bits(rows) == bits(together)).all()
+
+
+def test_hooks_of_the_modules_that_hold_parameters_run(cases):
+    """DDP waits in them for parameters that are still being gathered."""
+    c = cases("qwen3")
+    trainer = model.build(c.config, c.params)
+    holders = [m for m in trainer.modules() if any(True for _ in m.parameters(recurse=False))]
+    seen = set()
+    for m in holders:
+        m.register_forward_pre_hook(lambda m, args: seen.add(m))
+    tokens, labels, mask = padded(c.sequences)
+    trainer(tokens, None, mask, labels=labels)
+    assert seen == set(holders)
+
+
+def test_rows_are_found_once_for_all_layers_and_their_recomputation(cases, monkeypatch):
+    c = cases("qwen3")
+    trainer = model.build(c.config, c.params, **FULL)
+    made = []
+    original = RowFinder._make
+    monkeypatch.setattr(RowFinder, "_make", lambda self, *a: made.append(a) or original(self, *a))
+    tokens, labels, mask = padded(c.sequences)
+    trainer.logprobs(tokens, labels, case="trainer_fwd", attention_mask=mask).sum().backward()
+    assert len(made) == 2  # of the mask, and of every place for the embedding
+    mask[0, -1] = mask[0, -1]  # written to: nobody knows that it is the same
+    trainer.logprobs(tokens, labels, case="trainer_fwd", attention_mask=mask)
+    assert len(made) == 3
 
 
 def norm_call(module, x):

@@ -88,9 +88,10 @@ def test_chunk_budgets(engine, asked, want, budget, monkeypatch):
 
 def test_prefix_cache_cold_and_hit(engine, oracle):
     lengths = [n + d for n in (BLOCK, 2 * BLOCK, 3 * BLOCK) for d in (-1, 0, 1)]
-    for i, prompt in enumerate(prompts(lengths, seed=7)):
+    every = dict(enumerate(prompts(lengths, seed=7)))
+    want = oracle.answers(every, 4)
+    for i, prompt in every.items():
         asked = {i: prompt}
-        want = oracle.answers(asked, 4)
         cold = engine.run(asked, 4)
         hit = engine.run(asked, 4)
         check(cold, want, asked)

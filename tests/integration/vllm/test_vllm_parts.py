@@ -97,7 +97,7 @@ def common(padded: int | None = None, requests: int | None = None):
         num_reqs=requests,
         positions=pad(plain.positions[:n].astype(np.int64), padded, 5),
         slot_mapping=pad(plain.slots[:n].astype(np.int64), padded, -1),
-        seq_lens=pad(np.int32(CONTEXT), requests, 0),
+        seq_lens_cpu_upper_bound=pad(np.int32(CONTEXT), requests, 0),
         block_table_tensor=pad(table, requests, 0),
         query_start_loc_cpu=pad(starts, requests + 1, n),
     )
@@ -117,6 +117,13 @@ def test_step_buffers_hold_what_the_reference_packs(padded, requests):
     for name in ("cu_q", "lens", "work"):
         assert np.array_equal(getattr(a, name).numpy(), getattr(plain, name)), name
     assert torch.equal(a.table[: len(QUERY)], torch.from_numpy(plain.table[: len(QUERY)]))
+
+
+def test_a_dummy_batch_of_vllms_stays_in_bounds():
+    step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    metadata, _ = common()
+    metadata.seq_lens_cpu_upper_bound = torch.ones(len(QUERY), dtype=torch.int32)
+    assert step.fill(metadata).lens[: len(QUERY)].tolist() == QUERY
 
 
 def test_step_buffers_never_move():
@@ -212,6 +219,13 @@ def test_an_uncovered_region_an_unclaimed_degree_and_other_identities_are_refuse
 
 
 # -- vLLM's own classes ---------------------------------------------------------------------------------------------
+def test_vllm_takes_the_graph_settings():
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    made = CompilationConfig(**graphs(200))
+    assert (made.mode, made.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL)
+
+
 def test_registration_adds_one_name_and_is_idempotent():
     from vllm import ModelRegistry
 
