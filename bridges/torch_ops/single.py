@@ -130,7 +130,7 @@ class Single:
             if x is not None and x.dtype is torch.int64:
                 x = narrow(x, f"region {name}, operand {i}")
             out.append(self._pad(x, padded) if x is not None and self._is_row(i) else x)
-        return out, arch, device, rows, padded
+        return out, arch, backends.resolve(arch, device), rows, padded
 
     @staticmethod
     def _pad(x: torch.Tensor, rows: Any) -> torch.Tensor:

@@ -40,9 +40,7 @@ class IsoSampler(Sampler):
     ) -> Any:
         _check(logprobs_mode_override or RAW)
         if self.tap is not None:
-            requests, positions = self.which()
-            if len(requests) == len(logits):  # not so in vLLM's own warm-up
-                self.tap.record(requests, positions, self.compute_logprobs(logits))
+            self.tap.record(*self.which(), self.compute_logprobs(logits))
         return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
 
 

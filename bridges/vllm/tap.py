@@ -34,8 +34,8 @@ class Tap:
         self.mode, self._taken = mode, []
 
     def record(self, requests: Sequence[str], positions: Sequence[int], rows: Any) -> None:
-        """rows: a float32 tensor [n, V]. Waits for the GPU."""
-        host = rows[: len(requests)].cpu().numpy()
+        """rows: a float32 tensor [n, V]. Waits for the GPU. Raises ValueError where the counts differ."""
+        host = rows.cpu().numpy()
         keep = digest if self.mode == "digest" else np.ndarray.tobytes
         self._taken += [(r, int(p), keep(x)) for r, p, x in zip(requests, positions, host, strict=True)]
 

@@ -17,8 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
 
-_BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-_BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
+_SWIZZLE = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+_BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+_BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
 
 
 def panels(*lead: int) -> plgpu.RefUnion:
@@ -53,4 +54,5 @@ def accumulate(acc: jax.Array, a: jax.Array, b, at: tuple = ()) -> jax.Array:
     def scope(ref):
         plgpu.wgmma(ref, a, b.at[at])  # indexed in here: run_state would carry the index as a value
 
-    return pl.run_state(scope)(plgpu.ACC.init(acc))
+    done = pl.run_state(scope)(plgpu.ACC.init(acc))  # pyright: ignore[reportPrivateImportUsage]
+    return done  # pyright: ignore[reportReturnType]

@@ -36,10 +36,12 @@ class Reference:
 
     def __init__(self, config: DenseConfig, params: dict[str, Any]):
         self.config = config
-        self.arch = "sm90" if jax.default_backend() == "gpu" else "cpu"
+        device = jax.devices()[0]
+        self.arch = "sm90" if device.platform == "gpu" else "cpu"
         graph, _ = dense.abstract(config)
-        self.model = dense.bind(graph, {k: jnp.asarray(v) for k, v in params.items()})
-        self.rope = jnp.asarray(rope.table(config.rope, config.head_dim, config.positions))
+        # placed explicitly: arrays imported from torch stay on the host, and would keep the computation there
+        self.model = dense.bind(graph, {k: jax.device_put(v, device) for k, v in params.items()})
+        self.rope = jax.device_put(rope.table(config.rope, config.head_dim, config.positions), device)
 
     @classmethod
     def load(cls, path: str | Path, dtype: str = "bfloat16") -> Reference:

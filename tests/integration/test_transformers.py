@@ -45,8 +45,12 @@ def test_bfloat16_is_as_good_as_transformers_own(checkpoint):
     assert 0 < error(got) < 2 * error(own)
 
 
-def test_linear_rope(tmp_path):
-    rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, {"rope_type": "llama3", **LLAMA3}], ids=["linear", "llama3"])
+def test_scaled_rope(scaling, tmp_path):
+    rope = {"rope_theta": 10000.0, "factor": 4.0, **scaling}
     folder = models.save("llama", tmp_path, rope_parameters=rope)
     sequences = models.prompts(2, seed=5)
     expected = truth(models.hf_model("llama", rope_parameters=rope).double(), sequences)

@@ -116,7 +116,8 @@ class Walk:
                 plgpu.wgmma(ref, q_tile.at[c], k_tile.at[c].T)
             return ref[...]
 
-        scores = pl.run_scoped(qk, plgpu.ACC((ROWS, KV_TILE), f32))
+        tile = plgpu.ACC((ROWS, KV_TILE), f32)  # pyright: ignore[reportPrivateImportUsage]
+        scores = pl.run_scoped(qk, tile)
         self.fetch(0, j + STAGES)
         m, den, alpha, p = weigh(scores, m, den, limits - j * KV_TILE, scale=self.scale)
         wide = spread(alpha)
@@ -147,8 +148,21 @@ def _scratch(s: Shape) -> dict:
     )
 
 
+def _acc_smem(s: Shape, *lead: int):
+    return plgpu.SMEM((*lead, s.panels, ROWS, PANEL), f32)
+
+
+def _put(acc_smem, acc) -> None:
+    for c, a in enumerate(acc):
+        acc_smem[c] = a
+
+
+def _get(acc_smem):
+    return tuple(plgpu.load(acc_smem.at[c], layout=TILE) for c in range(acc_smem.shape[0]))
+
+
 def _whole(s: Shape, scale: float, out_type):
-    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, lse_smem):
+    def body(q, kv, cu_q, lens, work, *rest, q_smem, k_smem, v_smem, q_ready, k_ready, v_ready, acc_smem, lse_smem):
         *table, out, lse = rest
         item, block = lax.axis_index("item"), lax.axis_index("block")
 
@@ -163,16 +177,25 @@ def _whole(s: Shape, scale: float, out_type):
             plgpu.barrier_wait(q_ready)
             limits = rows.limits()
             count = lax.div(rows.kv_tiles + (STEPS - 1), i32(STEPS))
-            each = lambda p, total: fold(total, walk.partition(views(q_smem)[0], limits, p))
-            total = lax.fori_loop(0, count, each, fresh(s.head_dim))
-            tiles.store(rows, *finish(total), out, lse, q_smem, lse_smem)
+            # The folded acc waits in SMEM: it is needed once in 16 tiles, and two would not fit the registers.
+            m, den, acc = fresh(s.head_dim)
+            _put(acc_smem, acc)
+
+            def each(p, folded):
+                part = walk.partition(views(q_smem)[0], limits, p)
+                m, den, acc = fold((*folded, _get(acc_smem)), part)
+                _put(acc_smem, acc)
+                return m, den
+
+            m, den = lax.fori_loop(0, count, each, (m, den))
+            tiles.store(rows, *finish((m, den, _get(acc_smem))), out, lse, q_smem, lse_smem)
 
     return plgpu.kernel(
         body,
         out_type=out_type,
         grid=(s.items, s.blocks),
         grid_names=("item", "block"),
-        scratch_types=_scratch(s) | dict(lse_smem=plgpu.SMEM((ROWS,), f32)),
+        scratch_types=_scratch(s) | dict(acc_smem=_acc_smem(s), lse_smem=plgpu.SMEM((ROWS,), f32)),
         compiler_params=PARAMS,
     )
 
@@ -205,8 +228,7 @@ def _partials(s: Shape, scale: float, splits: int):
                     walk = Walk(rows, scale, kv, table[0] if table else None, (k_smem, v_smem), (k_ready, v_ready), end)
                     walk.start(p * STEPS)
                     m, den, acc = walk.partition(views(q_smem)[0], limits, p)
-                    for c, a in enumerate(acc):
-                        acc_smem[c] = a
+                    _put(acc_smem, acc)
                     row_smem[0] = m
                     row_smem[1] = den
                     plgpu.commit_smem()
@@ -223,8 +245,7 @@ def _partials(s: Shape, scale: float, splits: int):
         ),
         grid=(s.items, s.blocks, splits),
         grid_names=("item", "block", "split"),
-        scratch_types=_scratch(s)
-        | dict(acc_smem=plgpu.SMEM((s.panels, ROWS, PANEL), f32), row_smem=plgpu.SMEM((2, ROWS), f32)),
+        scratch_types=_scratch(s) | dict(acc_smem=_acc_smem(s), row_smem=plgpu.SMEM((2, ROWS), f32)),
         compiler_params=PARAMS,
     )
 
@@ -258,7 +279,7 @@ def _folded(s: Shape, out_type):
                 plgpu.barrier_wait(ready.at[slot])
                 m = plgpu.load(row_smem.at[slot, 0], layout=ROW)
                 den = plgpu.load(row_smem.at[slot, 1], layout=ROW)
-                acc = tuple(plgpu.load(acc_smem.at[slot, c], layout=TILE) for c in range(s.panels))
+                acc = _get(acc_smem.at[slot])
                 plgpu.commit_smem()
                 fetch(p + STAGES)
                 return fold(total, (m, den, acc))
@@ -272,7 +293,7 @@ def _folded(s: Shape, out_type):
         grid=(s.items, s.blocks),
         grid_names=("item", "block"),
         scratch_types=dict(
-            acc_smem=plgpu.SMEM((STAGES, s.panels, ROWS, PANEL), f32),
+            acc_smem=_acc_smem(s, STAGES),
             row_smem=plgpu.SMEM((STAGES, 2, ROWS), f32),
             ready=plgpu.Barrier(num_arrivals=s.panels + 1, num_barriers=STAGES),
             out_smem=panels(s.panels),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 import torch
 
-from bridges.torch_ops import compile_program, cpu
+from bridges.torch_ops import backend, compile_program, cpu, cuda, xla
 from isojax.errors import InputError, Refused, Unavailable
 from isojax.program import put, rows, trace
 from isojax.region import lookup
@@ -289,3 +289,32 @@ def test_float32_runs_on_cpu_too():
     specs = Spec((16, 64), F32), Spec((32, 64), F32)
     _, got, want = run(lookup("linear.column"), *specs)
     assert same(got, want)
+
+
+def test_gpu_code_path_without_a_gpu(monkeypatch):
+    """What is generated for sm90, with the launcher replaced by the reference: tensors in, tensors out."""
+    seen = []
+
+    def region_function(region, avals, statics, device):
+        fn = cpu.region_function(region, avals, statics)
+
+        def call(*tensors):
+            assert all(isinstance(t, torch.Tensor) and t.is_contiguous() for t in tensors)
+            seen.append(region.name)
+            return tuple(cpu.to_tensor(o) for o in fn(*map(cpu.to_array, tensors)))
+
+        return call
+
+    monkeypatch.setattr(cuda, "region_function", region_function)
+    monkeypatch.setattr(xla, "region_function", region_function)
+    monkeypatch.setattr(backend, "resolve", lambda arch, device: torch.device("cpu"))
+    args = cache_args()
+    flat = list(map(torch_of, args))
+    program = trace(write_then_read, *CACHE)
+    compiled = compile_program(program, arch="sm90", donate=(0,))
+    got = compiled(*flat)
+    assert same(got, jax.jit(write_then_read)(*args)) and got[0].data_ptr() == flat[0].data_ptr()
+    assert seen == program.regions() and compiled.strided_operands == 0
+    flat[3] = flat[3].t().contiguous().t()
+    compiled(*flat)
+    assert compiled.strided_operands == 1

@@ -31,13 +31,19 @@ class Stub:
         i = len(self.loaded)
         self.loaded.append(module)
 
-        def launch(stream, pointers):
-            self.log.append((i, stream, list(pointers)))
-            self.kernels[i](*[ctypes.cast(p, ctypes.POINTER(ctypes.c_float)) for p in pointers])
+        @cuda._LAUNCH  # through C, as the real one is
+        def host_launch(function, stream, buffers):
+            pointers = list(ctypes.cast(buffers, ctypes.POINTER(ctypes.c_void_p))[: self.sizes[i]])
+            self.log.append((function - 4096, stream, pointers))
+            try:
+                self.kernels[i](*[ctypes.cast(p, ctypes.POINTER(ctypes.c_float)) for p in pointers])
+            except Exception as e:  # ctypes would only print it
+                self.log.append(e)
 
-        return launch
+        return lambda stream, pointers: host_launch(ctypes.c_void_p(4096 + i), stream, pointers)
 
     def launcher(self, plan):
+        self.sizes = [len(op.operands) + len(op.outs) for op in plan.launches()]
         return Launcher(plan, CPU, load=self.load, stream=lambda index: 77)
 
 
