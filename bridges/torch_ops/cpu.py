@@ -20,7 +20,7 @@ from isojax.region import Region
 ALIGN = 64  # bytes; XLA's CPU client copies a buffer that is aligned less, and a stale copy would be read later
 
 _compiled: dict[Any, Callable[..., tuple[jax.Array, ...]]] = {}
-_views: dict[int, tuple[Any, int, torch.Size, jax.Array]] = {}
+_views: dict[int, tuple[Any, tuple[Any, ...], jax.Array]] = {}
 
 
 def to_array(x: torch.Tensor) -> jax.Array:
@@ -42,18 +42,18 @@ def to_array_cached(x: torch.Tensor) -> jax.Array:
     A view aliases memory, so it cannot go stale; a copy could, so a misaligned tensor is copied each time.
     """
     hit = _views.get(id(x))
-    pointer = x.data_ptr()
-    if hit is not None and hit[0]() is x and hit[1] == pointer and hit[2] == x.shape:
-        return hit[3]
+    memory = x.data_ptr(), x.shape, x.dtype
+    if hit is not None and hit[0]() is x and hit[1] == memory:
+        return hit[2]
     array = to_array(x)
-    if not pointer % ALIGN:
+    if not memory[0] % ALIGN:
         key = id(x)
 
         def forget(gone: Any) -> None:
             if key in _views and _views[key][0] is gone:  # the id may belong to another tensor by now
                 del _views[key]
 
-        _views[key] = (weakref.ref(x, forget), pointer, x.shape, array)
+        _views[key] = (weakref.ref(x, forget), memory, array)
     return array
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.integration import models
 from tests.integration.vllm.driver import NEW, Engine, Oracle, check, prompts
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -158,6 +159,17 @@ def test_the_gate_catches_one_changed_weight(engine, asked, want):
             check(engine.run(asked), want, asked)
     finally:
         bits[0] ^= 64
+
+
+def test_weights_reloaded_in_place_are_used_by_the_next_step(engine, tiny, folder):
+    other = models.checkpoint(folder, "llama", seed=1)
+    asked = dict(enumerate(prompts([20, 5], seed=6)))
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+    try:
+        assert engine.llm.reset_prefix_cache()
+        check(engine.run(asked, 4), Oracle(other).answers(asked, 4), asked)
+    finally:
+        engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
 
 
 def test_the_contract_is_installed(engine, contract):
