@@ -61,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     from bridges.parity import report
     from bridges.parity.record import Record
-    from bridges.parity.run import Result, run
+    from bridges.parity.run import Result, _job, run
     from isojax import profile
 
     work = Path("/tmp/iso-e2e")
@@ -78,32 +78,29 @@ def main() -> None:
         skip_tokenizer_init=True, gpu_memory_utilization=0.5, max_num_seqs=16, max_num_batched_tokens=384
     )
     out: dict[str, Any] = {}
-    variants = [("graphs", common)] + ([("eager", common | dict(enforce_eager=True))] if options.eager else [])
-    for name, engine in variants:
-        for event in run(
-            work / name,
-            str(model),
-            prompts,
-            options.tokens,
-            "sm90",
-            contract=contract,
-            stock=options.stock and name == "graphs",
-            engine=engine,
-        ):
-            if isinstance(event, Result):
-                out[name] = report.plain(event)
-                for row in event.rows:
-                    print(row.plain(), flush=True)
-            else:
-                print(f"[{time.perf_counter() - started:.0f} s] {name}: {event}", flush=True)
+    graphs = work / "graphs"
+    for event in run(
+        graphs, str(model), prompts, options.tokens, "sm90", contract=contract, stock=options.stock, engine=common
+    ):
+        if isinstance(event, Result):
+            out["graphs"] = report.plain(event)
+            out["zero"] = event.zero
+            for row in event.rows:
+                print(row.plain(), flush=True)
+            for name, record in event.records.items():
+                print(name, record.notes, f"{record.seconds:.1f} s", flush=True)
+            print("IsoJAX differs nowhere:", event.zero, flush=True)
+        else:
+            print(f"[{time.perf_counter() - started:.0f} s] {event}", flush=True)
     if options.eager:
-        one, two = (Record.load(work / n / "vllm-isojax.json") for n in ("graphs", "eager"))
-        same = [
-            (a.tokens, a.logprob_bits, a.row_digests) == (b.tokens, b.logprob_bits, b.row_digests)
-            for a, b in zip(one.sequences["greedy"], two.sequences["greedy"], strict=True)
-        ]
-        out["graphs_equal_eager"] = all(same)
-        print("graphs equal eager, greedy:", all(same))
+        eager = work / "eager"
+        eager.mkdir(exist_ok=True)
+        spec = json.loads((graphs / "vllm-isojax.spec.json").read_text())
+        _job("vllm-isojax", spec | dict(engine=common | dict(enforce_eager=True)), eager)
+        one, two = (Record.load(f / "vllm-isojax.json") for f in (graphs, eager))
+        out["graphs_equal_eager"] = one.sequences["greedy"] == two.sequences["greedy"]
+        out["eager_notes"] = two.notes
+        print("graphs equal eager, greedy, tokens and full rows:", out["graphs_equal_eager"], two.notes)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "e2e.json").write_text(json.dumps(out, indent=1))
 

@@ -190,6 +190,52 @@ def launcher(rng: np.random.Generator) -> Iterator[Row]:
         yield guarded(f"launcher/{name}", make)
 
 
+BENCH = (  # a region and its cases: a sample of each kind, since every case compiles two kernels
+    ("linear.column", r"T(64|256|1024|4096|16384) "),
+    ("linear.row", r"T(64|256|1024|4096|16384) "),
+    ("attn.core", r"Qwen3-1.7B (causal (16 x 1024|4 x 4096|1 x 16384)|decode (1 x 32768|64 x 2048|256 x 1024))"),
+    ("norms.rms", r"T(64 D4096|16384 D2048)"),
+    ("norms.add_rms", r"T(64 D4096|16384 D2048)"),
+    ("mlp.swiglu", r"T(64|16384) F6144"),
+    ("attn.prep", r"Qwen3-1.7B"),
+    ("head.logits", r"T(64|1024)"),
+    ("head.logprob_rows", r"T64"),
+    ("head.logprob", r"T(1024|4096)"),
+    ("residual.add", r"T16384 D2048"),
+    ("embed.lookup", r"T16384 D2048"),
+)
+
+
+def bench(rng: np.random.Generator) -> Iterator[Row]:
+    """Kernels through the launcher against their peers and floors."""
+    import torch
+
+    from bridges.torch_ops.cuda import region_function
+    from isojax.gates.bench import run_bench
+
+    del rng
+    device = torch.device("cuda", 0)
+    launch = lambda region, avals, statics: region_function(region, avals, statics, device)
+    for name, match in BENCH:
+        def make(name=name, match=match):
+            found = run_bench(name, device, launch, match)
+            return dict(
+                cases={
+                    r.name: dict(us=round(r.us, 1), peer_us=r.peer_us and round(r.peer_us, 1), floor_us=round(r.floor_us, 1))
+                    for r in found
+                }
+            )
+
+        yield guarded(f"bench/{name}", make)
+
+
+def korder(rng: np.random.Generator) -> Iterator[Row]:
+    """Design rule 2, rechecked: wgmma, mma.sync and swapped operands give the same bits for one K order."""
+    from isojax.gates import korder as rule
+
+    yield guarded("korder", lambda: rule.check(rng))
+
+
 def guarded(name: str, make: Callable[[], Row]) -> Row:
     started = time.perf_counter()
     try:
@@ -201,7 +247,9 @@ def guarded(name: str, make: Callable[[], Row]) -> Row:
     return row
 
 
-STAGES: dict[str, Callable[[np.random.Generator], Iterator[Row]]] = dict(light=light, gates=gates, launcher=launcher)
+STAGES: dict[str, Callable[[np.random.Generator], Iterator[Row]]] = dict(
+    light=light, gates=gates, launcher=launcher, bench=bench, korder=korder
+)
 
 
 def main() -> None:

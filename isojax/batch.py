@@ -87,6 +87,6 @@ def paged(
     request = np.repeat(np.arange(r), q)
     position = (lens[request] - q[request] + np.arange(count) - cu_q[request]).astype(np.int32)
     slots = (full[request, position // page] * page + position % page).astype(np.int32)
-    tile = work.tile_rows(arch, group)
+    tile = work.tile_rows(arch, group, longest=max(query))
     items = work.work_list(q, tile, work.capacity(t, r, tile))
     return Batch(pad(position, t), cu_q, lens, items, rope, full, pad(slots, t), tile)

@@ -45,11 +45,14 @@ def engine(spec: Spec, flavour: str) -> Record:
         llm.collective_rpc("iso_tap", args=("digest",))
     prompts = [TokensPrompt(prompt_token_ids=p) for p in spec["prompts"]]
     sequences: dict[str, list[Sequence]] = {}
+    seconds: dict[str, float] = {}
     for mode, temperature in MODES.items():
         params = SamplingParams(
             temperature=temperature, max_tokens=spec["tokens"], logprobs=0, ignore_eos=True, detokenize=False
         )
+        started = time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
+        seconds[mode] = round(time.perf_counter() - started, 3)
         rows: dict[str, dict[int, str]] = {}
         if ours:
             from bridges.vllm.tap import by_request
@@ -57,7 +60,7 @@ def engine(spec: Spec, flavour: str) -> Record:
             rows = by_request(llm.collective_rpc("iso_take")[0])
         sequences[mode] = [_from_engine(o, rows.get(o.request_id, {})) for o in outputs]
     identities = llm.collective_rpc("iso_identities")[0] if ours else {}
-    return Record("vllm", flavour, "engine", sequences, identities or {})
+    return Record("vllm", flavour, "engine", sequences, identities or {}, notes={"generate_seconds": seconds})
 
 
 def _from_engine(output: Any, rows: dict[int, str]) -> Sequence:

@@ -6,6 +6,7 @@ larger of its bytes over the copy bandwidth and its flops over the matmul rate, 
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -119,8 +120,8 @@ def rates(torch: Any, device: Any, measure: Callable[[Callable[[], Any]], float]
     return copied, 2 * n**3 / measure(lambda: torch.mm(a, b))
 
 
-def run_bench(name: str, device: Any, launch: Launch) -> list[BenchResult]:
-    """Measure all cases of a region on a CUDA device.
+def run_bench(name: str, device: Any, launch: Launch, match: str = "") -> list[BenchResult]:
+    """Measure the cases of a region whose names match the regular expression `match`, on a CUDA device.
 
     Raises: RegionError where the region is unknown or has no bench entry, Unavailable without CUDA.
     """
@@ -134,7 +135,7 @@ def run_bench(name: str, device: Any, launch: Launch) -> list[BenchResult]:
     measure = timer(torch, device)
     bandwidth, flop_rate = rates(torch, device, measure)
     results = []
-    for case in region.bench():
+    for case in (c for c in region.bench() if re.search(match, c.name)):
         tensors = [None if o is None else o.tensor(torch, device) for o in case.operands]
         avals, statics = region.bind(tuple(None if o is None else o.aval for o in case.operands), dict(case.statics))
         run, present = launch(region, avals, statics), [t for t in tensors if t is not None]
