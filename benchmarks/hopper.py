@@ -190,7 +190,7 @@ def launcher(rng: np.random.Generator) -> Iterator[Row]:
         yield guarded(f"launcher/{name}", make)
 
 
-BENCH = (  # a region and its cases: a sample of each kind, since every case compiles two kernels
+BENCH: tuple[tuple[str, str], ...] = (  # a region and its cases: a sample of each kind, since every case compiles two kernels
     ("linear.column", r"T(64|256|1024|4096|16384) "),
     ("linear.row", r"T(64|256|1024|4096|16384) "),
     ("attn.core", r"Qwen3-1.7B (causal (16 x 1024|4 x 4096|1 x 16384)|decode (1 x 32768|64 x 2048|256 x 1024))"),
@@ -216,7 +216,7 @@ def bench(rng: np.random.Generator) -> Iterator[Row]:
     del rng
     device = torch.device("cuda", 0)
     launch = lambda region, avals, statics: region_function(region, avals, statics, device)
-    for name, match in BENCH:
+    for name, match in [b for b in BENCH if not ONLY or b[0] in ONLY]:
         def make(name=name, match=match):
             found = run_bench(name, device, launch, match)
             return dict(

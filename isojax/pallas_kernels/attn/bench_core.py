@@ -36,7 +36,7 @@ def _sdpa(torch, q, k, v, scale, causal):
 
 
 def _prefill_peer(length: int, scale: float):
-    def peer(torch, q, kv, cu_q, lens, work):
+    def peer(torch, q, kv, _table, cu_q, lens, work):
         k, v = (x.contiguous() for x in kv.chunk(2, -1))
         if (flash := _flash()) is None:
             batch = lambda x: x.unflatten(0, (-1, length))
