@@ -50,7 +50,12 @@ def light_cases(rng: np.random.Generator) -> Iterator[tuple[str, Region, tuple, 
         for n, k in ((4096, 2048), (512, 1024)):
             yield f"column {m}x{n}x{k}", lookup("linear.column"), (normal(rng, m, k), normal(rng, n, k, scale=0.03)), {}
         for n, k in ((2048, 6144), (512, 1024)):
-            yield f"row {m}x{n}x{k}", lookup("linear.row"), (normal(rng, m, k), normal(rng, n, k, scale=0.03)), dict(leaves=8)
+            yield (
+                f"row {m}x{n}x{k}",
+                lookup("linear.row"),
+                (normal(rng, m, k), normal(rng, n, k, scale=0.03)),
+                dict(leaves=8),
+            )
     for vocab in (2048, 18992):
         h, w = normal(rng, 64, 1024), normal(rng, vocab, 1024, scale=0.1)
         inverse = (1 / rng.uniform(0.5, 1.5, 64)).astype(np.float32)
@@ -58,13 +63,23 @@ def light_cases(rng: np.random.Generator) -> Iterator[tuple[str, Region, tuple, 
         rows = (rng.standard_normal((64, vocab)) * 4).astype(np.float32)
         yield f"logprob_rows {vocab}", lookup("head.logprob_rows"), (rows, inverse), {}
         for emit in (False, True):
-            yield f"logprob {vocab} {emit}", lookup("head.logprob"), (h, w, whole(vocab, 64), inverse), dict(emit_logits=emit)
+            yield (
+                f"logprob {vocab} {emit}",
+                lookup("head.logprob"),
+                (h, w, whole(vocab, 64), inverse),
+                dict(emit_logits=emit),
+            )
     for heads, kv, d in ((16, 8, 128), (9, 3, 64), (8, 1, 128)):
         width = (heads + 2 * kv) * d
         rope = table(Rope(theta=1e6), d, 512)
         statics = dict(kv_heads=kv, head_dim=d, eps=1e-6, zero_centered=False)
         qk = (norm(d), norm(d))
-        yield f"prep {heads}/{kv}/{d}", lookup("attn.prep"), (normal(rng, t, width), normal(rng, width), *qk, rope, whole(512, t)), statics
+        yield (
+            f"prep {heads}/{kv}/{d}",
+            lookup("attn.prep"),
+            (normal(rng, t, width), normal(rng, width), *qk, rope, whole(512, t)),
+            statics,
+        )
         lens = np.array([5, 64, 1, 100, 22], np.int32)
         cu = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
         tile = tile_rows("sm90", heads // kv)
@@ -88,38 +103,42 @@ def light_cases(rng: np.random.Generator) -> Iterator[tuple[str, Region, tuple, 
 
 def light(rng: np.random.Generator) -> Iterator[Row]:
     """Kernel on the GPU against the reference on the host. ulp: largest distance in units of bf16 spacing (or fp32)."""
-    gpu, cpu = jax.devices("cuda")[0], jax.devices("cpu")[0]
     for name, region, args, statics in light_cases(rng):
-        def make():
-            present = [a for a in args if a is not None]
+        yield guarded(f"light/{name}", _light, region, args, statics)
 
-            def call(*xs):
-                it = iter(xs)
-                return region.all_outputs(*[None if a is None else next(it) for a in args], **statics)
 
-            kernel = jax.jit(call)
-            got = [np.asarray(o) for o in kernel(*[jax.device_put(a, gpu) for a in present])]
-            again = [np.asarray(o) for o in kernel(*[jax.device_put(a, gpu) for a in present])]
-            kw = dict(statics, tile=16) if "tile" in statics else statics
-            ref_args = list(args)
-            if "tile" in statics:
-                from isojax.pallas_kernels.attn.work import capacity, work_list
+def _light(region: Region, args: tuple, statics: dict) -> Row:
+    gpu, cpu = jax.devices("cuda")[0], jax.devices("cpu")[0]
+    present = [a for a in args if a is not None]
 
-                q_lens = np.diff(args[3])
-                ref_args[5] = work_list(q_lens, 16, capacity(args[0].shape[0], len(q_lens), 16))
-            want = [np.asarray(o) for o in jax.jit(lambda *xs: region.all_outputs(*_full(ref_args, xs), **kw))(
-                *[jax.device_put(a, cpu) for a in ref_args if a is not None]
-            )]
-            worst = 0.0
-            for g, w in zip(got, want, strict=True):
-                g, w = g.astype(np.float64), w.astype(np.float64)
-                if region.name == "attn.core":
-                    g, w = g[: args[3][-1]], w[: args[3][-1]]
-                scale = np.sqrt(np.mean(w**2)) + 1e-30
-                worst = max(worst, float(np.abs(g - w).max() / scale)) if np.isfinite(g).all() else np.inf
-            return dict(worst_over_rms=round(worst, 6), repeatable=compare_all(tuple(got), tuple(again)).differing == 0)
+    def call(*xs):
+        it = iter(xs)
+        return region.all_outputs(*[None if a is None else next(it) for a in args], **statics)
 
-        yield guarded(f"light/{name}", make)
+    kernel = jax.jit(call)
+    got = [np.asarray(o) for o in kernel(*[jax.device_put(a, gpu) for a in present])]
+    again = [np.asarray(o) for o in kernel(*[jax.device_put(a, gpu) for a in present])]
+    kw = dict(statics, tile=16) if "tile" in statics else statics
+    ref_args = list(args)
+    if "tile" in statics:
+        from isojax.pallas_kernels.attn.work import capacity, work_list
+
+        q_lens = np.diff(args[3])
+        ref_args[5] = work_list(q_lens, 16, capacity(args[0].shape[0], len(q_lens), 16))
+    want = [
+        np.asarray(o)
+        for o in jax.jit(lambda *xs: region.all_outputs(*_full(ref_args, xs), **kw))(
+            *[jax.device_put(a, cpu) for a in ref_args if a is not None]
+        )
+    ]
+    worst = 0.0
+    for g, w in zip(got, want, strict=True):
+        g, w = g.astype(np.float64), w.astype(np.float64)
+        if region.name == "attn.core":
+            g, w = g[: args[3][-1]], w[: args[3][-1]]
+        scale = np.sqrt(np.mean(w**2)) + 1e-30
+        worst = max(worst, float(np.abs(g - w).max() / scale)) if np.isfinite(g).all() else np.inf
+    return dict(worst_over_rms=round(worst, 6), repeatable=compare_all(tuple(got), tuple(again)).differing == 0)
 
 
 def _full(args: list[Any], xs: Any) -> list[Any]:
@@ -129,68 +148,76 @@ def _full(args: list[Any], xs: Any) -> list[Any]:
 
 def gates(rng: np.random.Generator) -> Iterator[Row]:
     """Every region's gate through jax.jit on the GPU."""
-    from isojax.gates.run import gated, run_gate
+    from isojax.gates.run import gated
 
     del rng
     for name in [n for n in gated() if not ONLY or n in ONLY]:
-        def make():
-            results = run_gate(name, "sm90", quick=False)
-            return dict(
-                gates=len(results),
-                checked=sum(r.checked for r in results),
-                differing=sum(r.differing for r in results),
-                controls=all(r.negative_control_caught for r in results),
-                detail="; ".join(r.name for r in results if not r.passed),
-            )
+        yield guarded(f"gate/{name}", _gate, name)
 
-        yield guarded(f"gate/{name}", make)
+
+def _gate(name: str) -> Row:
+    from isojax.gates.run import run_gate
+
+    results = run_gate(name, "sm90", quick=False)
+    return dict(
+        gates=len(results),
+        checked=sum(r.checked for r in results),
+        differing=sum(r.differing for r in results),
+        controls=all(r.negative_control_caught for r in results),
+        detail="; ".join(r.name for r in results if not r.passed),
+    )
 
 
 def launcher(rng: np.random.Generator) -> Iterator[Row]:
     """The torch launcher against jax.jit: bit for bit, also inside a CUDA graph."""
+    for name, region, args, statics in light_cases(rng):
+        yield guarded(f"launcher/{name}", _launch, region, args, statics)
+
+
+def _launch(region: Region, args: tuple, statics: dict) -> Row:
+    import ml_dtypes
     import torch
 
     from bridges.torch_ops.cuda import region_function
 
     gpu = jax.devices("cuda")[0]
-    for name, region, args, statics in light_cases(rng):
-        def make():
-            import ml_dtypes
 
-            bound, kw = region.bind(args, statics)
-            jitted = jax.jit(lambda *xs: region.primitive.bind(*xs, **kw))
-            want = [np.asarray(o) for o in jitted(*[jax.device_put(a, gpu) for a in bound])]
-            avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in bound]
-            run = region_function(region, avals, kw, torch.device("cuda", 0))
+    bound, kw = region.bind(args, statics)
+    jitted = jax.jit(lambda *xs: region.primitive.bind(*xs, **kw))
+    want = [np.asarray(o) for o in jitted(*[jax.device_put(a, gpu) for a in bound])]
+    avals = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in bound]
+    run = region_function(region, avals, kw, torch.device("cuda", 0))
 
-            def tensor(a):
-                if a.dtype == ml_dtypes.bfloat16:
-                    return torch.from_numpy(a.view(np.int16).copy()).view(torch.bfloat16).cuda()
-                return torch.from_numpy(np.ascontiguousarray(a)).cuda()
+    def tensor(a):
+        if a.dtype == ml_dtypes.bfloat16:
+            return torch.from_numpy(a.view(np.int16).copy()).view(torch.bfloat16).cuda()
+        return torch.from_numpy(np.ascontiguousarray(a)).cuda()
 
-            xs = [tensor(a) for a in bound]
-            outs = run(*xs)
-            side = torch.cuda.Stream()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(side):
-                run(*xs)
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph, stream=side):
-                    captured = run(*xs)
-            for o in captured:
-                o.fill_(7)
-            graph.replay()
-            torch.cuda.synchronize()
-            host = lambda o: o.view(torch.int16).cpu().numpy() if o.dtype == torch.bfloat16 else o.cpu().numpy()
-            bits = lambda a: a.view(np.int16 if a.dtype.itemsize == 2 else np.int32)
-            rows = int(args[3][-1]) if region.name == "attn.core" else None
-            diff = lambda got: sum(int((bits(w)[:rows] != host(g).view(bits(w).dtype)[:rows]).sum()) for w, g in zip(want, got, strict=True))
-            return dict(eager_differing=diff(outs), graph_differing=diff(captured))
-
-        yield guarded(f"launcher/{name}", make)
+    xs = [tensor(a) for a in bound]
+    outs = run(*xs)
+    side = torch.cuda.Stream()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(side):
+        run(*xs)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=side):
+            captured = run(*xs)
+    for o in captured:
+        o.fill_(7)
+    graph.replay()
+    torch.cuda.synchronize()
+    host = lambda o: o.view(torch.int16).cpu().numpy() if o.dtype == torch.bfloat16 else o.cpu().numpy()
+    bits = lambda a: a.view(np.int16 if a.dtype.itemsize == 2 else np.int32)
+    rows = int(args[3][-1]) if region.name == "attn.core" else None
+    diff = lambda got: sum(
+        int((bits(w)[:rows] != host(g).view(bits(w).dtype)[:rows]).sum()) for w, g in zip(want, got, strict=True)
+    )
+    return dict(eager_differing=diff(outs), graph_differing=diff(captured))
 
 
-BENCH: tuple[tuple[str, str], ...] = (  # a region and its cases: a sample of each kind, since every case compiles two kernels
+BENCH: tuple[
+    tuple[str, str], ...
+] = (  # a region and its cases: a sample of each kind, since every case compiles two kernels
     ("linear.column", r"T(64|256|1024|4096|16384) "),
     ("linear.row", r"T(64|256|1024|4096|16384) "),
     ("attn.core", r"Qwen3-1.7B (causal (16 x 1024|4 x 4096|1 x 16384)|decode (1 x 32768|64 x 2048|256 x 1024))"),
@@ -217,11 +244,14 @@ def bench(rng: np.random.Generator) -> Iterator[Row]:
     device = torch.device("cuda", 0)
     launch = lambda region, avals, statics: region_function(region, avals, statics, device)
     for name, match in [b for b in BENCH if not ONLY or b[0] in ONLY]:
+
         def make(name=name, match=match):
             found = run_bench(name, device, launch, match)
             return dict(
                 cases={
-                    r.name: dict(us=round(r.us, 1), peer_us=r.peer_us and round(r.peer_us, 1), floor_us=round(r.floor_us, 1))
+                    r.name: dict(
+                        us=round(r.us, 1), peer_us=r.peer_us and round(r.peer_us, 1), floor_us=round(r.floor_us, 1)
+                    )
                     for r in found
                 }
             )
@@ -236,10 +266,10 @@ def korder(rng: np.random.Generator) -> Iterator[Row]:
     yield guarded("korder", lambda: rule.check(rng))
 
 
-def guarded(name: str, make: Callable[[], Row]) -> Row:
+def guarded(name: str, make: Callable[..., Row], *args: Any) -> Row:
     started = time.perf_counter()
     try:
-        row = dict(name=name, ok=True, **make())
+        row = dict(name=name, ok=True, **make(*args))
     except Exception as e:
         row = dict(name=name, ok=False, error=f"{type(e).__name__}: {e}"[:400], trace=traceback.format_exc()[-1500:])
     row["s"] = round(time.perf_counter() - started, 2)

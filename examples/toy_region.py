@@ -10,17 +10,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Float32
 
 from isojax.region import Call, Residuals, lookup, region
 from isojax.schedule import sum_halves
-from isojax.types import F32, Real, spec
+from isojax.types import spec
 
 f32 = jnp.float32
 
 
 # 1. The signature: operands by position, statics by keyword. `rows` says which operands have one row per token.
 @region("toy.mean_abs_norm", version=1, rows=("x",), constants={"accumulate": "float32", "round": "once"})
-def mean_abs_norm(x: Real["T D"], weight: Real["D"], *, eps: float) -> tuple[Real["T D"], F32["T"]]:
+def mean_abs_norm(
+    x: Float[Array, "T D"], weight: Float[Array, "D"], *, eps: float
+) -> tuple[Float[Array, "T D"], Float32[Array, "T"]]:
     """x * weight / (mean |x| + eps), in fp32, rounded once. Residual output: the row's scale, [T]."""
     ...
 
@@ -52,8 +55,8 @@ def kernel(x, weight, *, eps):
 # 4. The gradient is made of regions too. This one has no kernel yet, and says so: on a GPU, XLA runs its reference.
 @region("toy.mean_abs_norm_bwd", version=1, backward=True)
 def mean_abs_norm_bwd(
-    x: Real["T D"], weight: Real["D"], scale: F32["T"], ct: Real["T D"]
-) -> tuple[Real["T D"], F32["D"]]:
+    x: Float[Array, "T D"], weight: Float[Array, "D"], scale: Float32[Array, "T"], ct: Float[Array, "T D"]
+) -> tuple[Float[Array, "T D"], Float32[Array, "D"]]:
     """Gradients of toy.mean_abs_norm: dx (rounded once), dweight (fp32)."""
     ...
 

@@ -11,10 +11,12 @@ from typing import Any
 import jax
 from jax._src import core, dispatch, source_info_util
 from jax._src.interpreters import mlir
-from jax._src.lib import _jax
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage]
 
 if jax.__version__ != "0.11.2":
-    raise ImportError(f"isojax is written against jax 0.11.2; found {jax.__version__}. Install jax==0.11.2 jaxlib==0.11.2")
+    raise ImportError(
+        f"isojax is written against jax 0.11.2; found {jax.__version__}. Install jax==0.11.2 jaxlib==0.11.2"
+    )
 
 Literal = core.Literal
 ClosedJaxpr = core.ClosedJaxpr

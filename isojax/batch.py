@@ -13,7 +13,7 @@ import numpy as np
 from isojax.errors import InputError
 from isojax.model.dense import Batch
 from isojax.pallas_kernels.attn import work
-from isojax.schedule import ROW_TILE, padded
+from isojax.schedule import ROW_TILE
 
 ROW_QUANTUM = {"cpu": ROW_TILE, "sm90": 64}  # rows that an arch's kernels take at a time
 

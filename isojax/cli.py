@@ -30,17 +30,18 @@ def main() -> None:
     for entry in importlib.metadata.entry_points(group="isojax.commands"):
         app.command(name=entry.name)(entry.load())
     try:
-        app(standalone_mode=False)
+        code = app(standalone_mode=False)  # a typer.Exit comes back as its code, not as an exception
     except (IsoError, contract.ContractError) as e:
         _fail(str(e))
-    except typer.Exit as e:
-        sys.exit(e.exit_code)
+    except OSError as e:
+        _fail(f"{e.strerror or e}: {e.filename}" if e.filename else str(e))
     except typer.Abort:
         _fail("interrupted")
     except Exception as e:
         if type(e).__module__.startswith(("click", "typer")) and hasattr(e, "format_message"):
             _fail(e.format_message())  # type: ignore[attr-defined]
         raise
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _fail(message: str) -> None:
@@ -121,8 +122,72 @@ def score(
     for i, (sequence, values) in enumerate(zip(ids, reference.logprobs(ids, temperature), strict=True)):
         for token, value in zip(sequence[1:], values, strict=True):
             shown = float(value) if as_json else f"{value:.9g}"
-            rows.append(dict(text=i, token=token, piece=tokenizer.decode([token]), logprob=shown, bits=value.tobytes()[::-1].hex()))
+            rows.append(
+                dict(
+                    text=i,
+                    token=token,
+                    piece=tokenizer.decode([token]),
+                    logprob=shown,
+                    bits=value.tobytes()[::-1].hex(),
+                )
+            )
     _show(rows, f"log-probabilities at temperature {temperature}", as_json)
+
+
+@app.command()
+def gate(
+    region: Annotated[list[str] | None, typer.Argument(help="Regions; every gated one if left out.")] = None,
+    arch: Arch = "cpu",
+    quick: Annotated[bool, typer.Option(help="Batches up to 65 rows only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Bit-equality gates, each after its negative control. Exit code 1 if bits differ."""
+    from rich.progress import track
+
+    from isojax import doctor as room
+    from isojax.gates.run import gated, run_gate
+
+    _check_arch(arch)
+    if arch == "sm90":
+        room.require_sm90()
+    results = []
+    for name in track(region or gated(), "gates", console=Console(stderr=True), transient=True):
+        results += run_gate(name, arch, quick)
+    rows = [
+        dict(gate=r.name, checked=r.checked, differing=r.differing, passed="yes" if r.passed else "NO", detail=r.detail)
+        for r in results
+    ]
+    _show(rows, f"gates on {arch}", as_json)
+    if not all(r.passed for r in results):
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    region: Annotated[list[str] | None, typer.Argument(help="Regions; every one with an entry if left out.")] = None,
+    match: Annotated[str, typer.Option(help="Regular expression over case names.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Kernel medians against their native peer and the floor, in one run on a Hopper GPU."""
+    from isojax import doctor as room
+
+    room.require_sm90()
+    import importlib
+
+    import torch
+
+    from isojax.gates.bench import run_bench
+    from isojax.region import REGISTRY, load_shipped
+
+    load_shipped()
+    launch = importlib.import_module("bridges.torch_ops.cuda").region_function
+    device = torch.device("cuda", 0)
+    rows = [
+        dict(case=r.name, us=round(r.us, 1), peer_us=r.peer_us, floor_us=round(r.floor_us, 1), speedup=r.speedup)
+        for name in (region or [n for n, x in REGISTRY.items() if x.bench is not None])
+        for r in run_bench(name, device, lambda *call: launch(*call, device), match)
+    ]
+    _show(rows, torch.cuda.get_device_name(device), as_json)
 
 
 @app.command()
@@ -156,6 +221,7 @@ def contract_show(path: Path, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps(c.plain(), indent=1))
         return
+    assert c.identities is not None  # load refuses an unsealed contract
     for name, digest in c.identities.plain().items():
         console.print(f"{name:18} {digest}")
     rows = [
@@ -178,6 +244,7 @@ def contract_validate(path: Path, live: bool = False) -> None:
             _print_changes(contract.differences(c, fresh))
             console.print("this installation would run something else")
             raise typer.Exit(1)
+    assert c.identities is not None
     console.print(f"{path}: valid; numerical_policy {c.identities.numerical_policy}")
 
 

@@ -45,7 +45,7 @@ def lower(region: Region, avals: Any, statics: dict[str, Any], platform: str) ->
 
 def mosaic_modules(lowered: Any) -> list[bytes]:
     """The serialized Mosaic module of each kernel in a lowered function, in order."""
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     module, found = lowered.compiler_ir(), []
 
@@ -63,16 +63,16 @@ def canonical_asm(module: bytes) -> str:
     """Text of a Mosaic module without locations and without the name counter that depends on lowering order."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax._src.interpreters import mlir
-    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 
     context = mlir.make_ir_context()
-    mgpu.dialect.register_dialect(context)
+    mgpu.dialect.register_dialect(context)  # pyright: ignore[reportPrivateImportUsage]
     context.allow_unregistered_dialects = True
     with context, ir.Location.unknown(context):
         m = ir.Module.parse(module)
         if "mosaic_gpu.dump_basename" in m.operation.attributes:
             del m.operation.attributes["mosaic_gpu.dump_basename"]
-        return m.operation.get_asm(enable_debug_info=False)
+        return str(m.operation.get_asm(enable_debug_info=False))
 
 
 def fingerprint(region: Region, avals: Any, statics: dict[str, Any], arch: str) -> str:

@@ -16,9 +16,7 @@ from isojax.region import REGISTRY, Region, load_shipped, lookup
 
 PROFILES = Path(contracts.__file__).parent / "profiles"
 TOOLCHAIN = {"cpu": ("jax", "jaxlib"), "sm90": ("jax", "jaxlib")}
-BODY = (
-    "attn.core attn.prep embed.lookup linear.column linear.row mlp.swiglu norms.add_rms norms.rms"  # every case's layers
-).split()
+BODY = "attn.core attn.prep embed.lookup linear.column linear.row mlp.swiglu norms.add_rms norms.rms".split()
 TRAINER = sorted([*BODY, "residual.add", "head.logprob"])
 ENGINE = sorted([*BODY, "head.logits", "head.logprob_rows"])
 HEAD_GATE = "gate head: logits, logprob_rows and a pick give the bits of logprob"
@@ -87,7 +85,7 @@ def build(family: str, arch: str) -> Any:
     composition = [
         contracts.CompositionEntry(
             region=name,
-            cases=tuple(sorted(case for case, (_, used) in CASES.items() if name in used)),
+            cases=tuple(sorted(case for case, (_, used) in CASES.items() if name in used)),  # type: ignore[arg-type]
             impl=views[name].implementation,
             constants=views[name].constants,
             artifact=views[name].artifact,

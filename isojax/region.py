@@ -207,12 +207,12 @@ class Region:
         # strip weak types so that a Python scalar and an array of its value trace alike
         return self._shapes(tuple(a.strip_weak_type() for a in avals), tuple(sorted(statics.items())))
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019  regions live as long as the process
+    @functools.cache  # noqa: B019  regions live as long as the process
     def _shapes(self, avals: tuple[Any, ...], statics: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
         run = functools.partial(self._run, "cpu", **dict(statics))
         return tuple(jax.make_jaxpr(run)(*avals).out_avals)
 
-    @functools.lru_cache(maxsize=None)  # noqa: B019
+    @functools.cache  # noqa: B019
     def _callable(self, statics: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
         kw = dict(statics)
 

@@ -23,7 +23,7 @@ LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 
 
-def tree(parts: Sequence[T], add: Callable[[T, T], T]) -> T:
+def tree[T](parts: Sequence[T], add: Callable[[T, T], T]) -> T:
     """Balanced binary tree, lower index on the left. len(parts) must be a power of two."""
     if len(parts) & (len(parts) - 1) or not parts:
         raise ValueError(f"a balanced tree takes 1, 2, 4, ... parts; given {len(parts)}")
@@ -76,7 +76,7 @@ def max_halves(x: jax.Array) -> jax.Array:
     return fold_halves(x, jnp.maximum, -jnp.inf)
 
 
-def by_row_tiles(fn: Callable[..., T], *rows: jax.Array) -> T:
+def by_row_tiles[T](fn: Callable[..., T], *rows: jax.Array) -> T:
     """Apply fn to tiles of ROW_TILE rows, one after another; fn maps [16, ...] arrays to [16, ...] arrays.
 
     Raises ValueError unless the row count is a multiple of ROW_TILE: callers pad, so that no tile is special.

@@ -1,1 +1,1 @@
-"""The main job: the same tokens' log-probabilities from an engine, a trainer and the JAX reference, compared in bits."""
+"""The main job: the same tokens' log-probabilities from engine, trainer and JAX reference, compared in bits."""

@@ -67,7 +67,9 @@ def _row(name: str, mode: str, phase: str, cut: slice, xs: list[Sequence], ys: l
         for p, q in zip(x.row_digests[cut], y.row_digests[cut], strict=False)
     ]
     if len(one) == 0:
-        return Row(name, mode, phase, 0, 0, *[0.0] * 7, len(pairs), sum(p != q for p, q in pairs))
+        return Row(
+            name, mode, phase, 0, 0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, len(pairs), sum(p != q for p, q in pairs)
+        )
     delta = two.astype(np.float64) - one.astype(np.float64)
     size = np.abs(delta)
     ratio = np.exp(delta)

@@ -85,7 +85,8 @@ def trainer(spec: Spec, flavour: str) -> Record:
     if flavour == "stock":
         from bridges.megatron.stock import stock_model
 
-        model, identities = stock_model(config, params), {}
+        model: Any = stock_model(config, params)
+        identities: dict[str, str] = {}
     else:
         import contract
         from bridges.megatron import adapter

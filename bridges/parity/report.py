@@ -91,4 +91,5 @@ def _scatter(result: Result, a: str, b: str, width: int = 520, height: int = 260
         f'<text x="4" y="{height - 26 - (k + 8) / 9 * (height - 50):.0f}" font-size="11">1e{k}</text>'
         for k in (-6, -4, -2, 0)
     )
-    return f'<svg width="{width}" height="{height}" role="img">{ticks}<text x="4" y="{height - 26}" font-size="11">0</text>{points}</svg>'
+    frame = f'<svg width="{width}" height="{height}" role="img">'
+    return f'{frame}{ticks}<text x="4" y="{height - 26}" font-size="11">0</text>{points}</svg>'

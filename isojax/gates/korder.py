@@ -57,7 +57,9 @@ def check(rng: np.random.Generator, m: int = 128, n: int = 256, k: int = 2048) -
     wgmma, sync = jax.jit(kernel_sm90.logits), jax.jit(mma_sync)
     whole = np.asarray(wgmma(a, b))
     differ = lambda x: compare(np.ascontiguousarray(np.asarray(x)), whole).differing
-    halves = functools.reduce(np.add, [np.asarray(wgmma(a[:, i : i + k // 2], b[:, i : i + k // 2])) for i in (0, k // 2)])
+    halves = functools.reduce(
+        np.add, [np.asarray(wgmma(a[:, i : i + k // 2], b[:, i : i + k // 2])) for i in (0, k // 2)]
+    )
     return dict(
         elements=m * n,
         mma_sync=differ(sync(a, b)),

@@ -69,7 +69,7 @@ def from_hf(hf: Any, dtype: str = "bfloat16") -> DenseConfig:
 
     Raises: ConfigError, naming the field, its value, what is supported and a mend.
     """
-    family = getattr(hf, "model_type", None)
+    family = str(getattr(hf, "model_type", None))
     if family not in FAMILIES:
         _refuse("model_type", family, f"one of {', '.join(FAMILIES)}", "use another model")
     _check_effective(hf, family)

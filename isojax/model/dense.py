@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
 
 from isojax.model.config import DenseConfig
 from isojax.pallas_kernels import attn, embed, head, linear, mlp, norms, residual
 from isojax.program import fan, put
-from isojax.types import F32, I32, Real
 
 
 @functools.partial(
@@ -62,8 +62,12 @@ class Layer(nnx.Module):
         self.down = _param(c, c.hidden, c.intermediate)
 
     def __call__(
-        self, x: Real["T D"], delta: Real["T D"] | None, batch: Batch, cache: Real["N B Hkv 2D"] | None = None
-    ) -> tuple[Real["T D"], Real["T D"], Any]:
+        self,
+        x: Float[Array, "T D"],
+        delta: Float[Array, "T D"] | None,
+        batch: Batch,
+        cache: Float[Array, "N B Hkv 2D"] | None = None,
+    ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Any]:
         """(x, delta): the residual stream and what is still to be added to it (None at the first layer)."""
         c = self.config
         norm = dict(eps=c.eps, zero_centered=c.zero_centered)
@@ -76,7 +80,7 @@ class Layer(nnx.Module):
         x, y = norms.add_rms(x, linear.row(attended, self.o[...]), self.post_norm[...], **norm)
         return x, linear.row(mlp.swiglu(linear.column(y, self.gate_up[...])), self.down[...]), cache
 
-    def attend(self, qkv: Real["T W"], batch: Batch, cache: Any) -> tuple[Real["T HD"], Any]:
+    def attend(self, qkv: Float[Array, "T W"], batch: Batch, cache: Any) -> tuple[Float[Array, "T HD"], Any]:
         c = self.config
         optional = (p if p is None else p[...] for p in (self.qkv_bias, self.q_norm, self.k_norm))
         q, kv = attn.prep(
@@ -95,7 +99,7 @@ class Layer(nnx.Module):
         out = attn.core(q, kv, batch.table, batch.cu_q, batch.lens, batch.work, scale=c.scale, tile=batch.tile)
         return out, cache
 
-    def boundary(self, h: Real["T D"], batch: Batch) -> Real["T D"]:
+    def boundary(self, h: Float[Array, "T D"], batch: Batch) -> Float[Array, "T D"]:
         """The layer between two rounded residual sums: how a trainer cuts the model (recompute, pipeline stages)."""
         x, delta, _ = self(h, None, batch)
         return residual.add(x, delta)
@@ -112,10 +116,10 @@ class Dense(nnx.Module):
         self.head = None if config.tied else _param(config, config.vocab, config.hidden)
 
     @property
-    def head_weight(self) -> Real["V D"]:
+    def head_weight(self) -> Float[Array, "V D"]:
         return self.embed[...] if self.head is None else self.head[...]
 
-    def hidden(self, tokens: I32["T"], batch: Batch, caches: Any = None) -> tuple[Real["T D"], Any]:
+    def hidden(self, tokens: Int32[Array, "T"], batch: Batch, caches: Any = None) -> tuple[Float[Array, "T D"], Any]:
         """Normalised final hidden states, and the caches with this step's keys and values written."""
         x, delta, written = embed.lookup(self.embed[...], tokens), None, []
         for i, layer in enumerate(self.layers):
@@ -124,12 +128,16 @@ class Dense(nnx.Module):
         _, y = norms.add_rms(x, delta, self.norm[...], eps=self.config.eps, zero_centered=self.config.zero_centered)
         return y, None if caches is None else written
 
-    def logits(self, hidden: Real["T D"]) -> F32["T V"]:
+    def logits(self, hidden: Float[Array, "T D"]) -> Float32[Array, "T V"]:
         return head.logits(hidden, self.head_weight)
 
     def logprob(
-        self, hidden: Real["T D"], targets: I32["T"], inv_temperature: F32["T"], emit_logits: bool = False
-    ) -> F32["T"]:
+        self,
+        hidden: Float[Array, "T D"],
+        targets: Int32[Array, "T"],
+        inv_temperature: Float32[Array, "T"],
+        emit_logits: bool = False,
+    ) -> Float32[Array, "T"]:
         return head.logprob(hidden, self.head_weight, targets, inv_temperature, emit_logits=emit_logits)
 
 

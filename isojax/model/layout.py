@@ -61,9 +61,7 @@ def placements(config: DenseConfig) -> dict[str, Placement]:
         for name, part, heads in (("q_proj", q, c.heads), ("k_proj", k, c.kv_heads), ("v_proj", v, c.kv_heads)):
             shape, index = (c.kv_heads, c.group + 2, c.head_dim), (slice(None), part)
             rows = heads * c.head_dim
-            out[f"{hf}.self_attn.{name}.weight"] = Placement(
-                f"{iso}.qkv", (*shape, c.hidden), index, (rows, c.hidden)
-            )
+            out[f"{hf}.self_attn.{name}.weight"] = Placement(f"{iso}.qkv", (*shape, c.hidden), index, (rows, c.hidden))
             if c.qkv_bias:
                 out[f"{hf}.self_attn.{name}.bias"] = Placement(f"{iso}.qkv_bias", shape, index, (rows,))
     return out

@@ -35,7 +35,7 @@ def _llama3(inv: np.ndarray, rope: Rope) -> np.ndarray:
 
 
 def table(rope: Rope, head_dim: int, positions: int) -> np.ndarray:
-    """[positions, D] float32: cos of each angle, then sin. Angles are fp32 products, their cos and sin exact to fp32."""
+    """[positions, D] float32: cos of each angle, then sin. Angles are fp32 products; cos and sin exact to fp32."""
     angles = np.arange(positions, dtype=np.float32)[:, None] * inverse_frequencies(rope, head_dim)
     exact = angles.astype(np.float64)
     return np.concatenate([np.cos(exact), np.sin(exact)], 1).astype(np.float32)

@@ -34,7 +34,9 @@ def load(path: str | Path, dtype: str = "bfloat16", device: str = "cpu") -> tupl
     done = layout.load_into(params, tensors(path, config), config)
     absent = layout.missing(done, config)
     if absent:
-        raise CheckpointError(f"{path} lacks {len(absent)} tensors, the first is {absent[0]}; the checkpoint is incomplete")
+        raise CheckpointError(
+            f"{path} lacks {len(absent)} tensors, the first is {absent[0]}; the checkpoint is incomplete"
+        )
     return config, params
 
 
@@ -90,7 +92,9 @@ def _safetensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 for key in f.keys():  # noqa: SIM118  safe_open is no mapping
                     yield key, f.get_tensor(key)
         except SafetensorError as e:
-            raise CheckpointError(f"{folder / name} is truncated or no safetensors file ({e}); download it again") from e
+            raise CheckpointError(
+                f"{folder / name} is truncated or no safetensors file ({e}); download it again"
+            ) from e
 
 
 _GGUF_LAYER = {

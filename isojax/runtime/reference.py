@@ -29,9 +29,9 @@ def _logits(graph: Any, state: Any, hidden: Any) -> Any:
 class Reference:
     """A model with its weights on JAX's default device.
 
-        ref = Reference.load("path/to/checkpoint")
-        rows = ref.score([[1, 2, 3]])          # full-vocabulary log-probabilities, one array per sequence
-        tokens, logprobs = ref.generate([[1, 2, 3]], 16)
+    ref = Reference.load("path/to/checkpoint")
+    rows = ref.score([[1, 2, 3]])          # full-vocabulary log-probabilities, one array per sequence
+    tokens, logprobs = ref.generate([[1, 2, 3]], 16)
     """
 
     def __init__(self, config: DenseConfig, params: dict[str, Any]):
@@ -55,11 +55,11 @@ class Reference:
         batches.check_tokens(sequences, self.config.vocab, self.config.positions)
         b = batches.packed([len(s) for s in sequences], self.config.group, self.arch, self.rope)
         tokens = batches.pad(np.concatenate([np.asarray(s, np.int32) for s in sequences]), len(b.positions))
-        return self.model.hidden(tokens, b)[0]
+        return self.model.hidden(jnp.asarray(tokens), b)[0]
 
     def score(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
         """Log-probabilities over the whole vocabulary after each token: [len, V] float32 per sequence."""
-        rows = self._log_probabilities(self.hidden(sequences), temperature)
+        rows = self._log_probabilities(self._logits(self.hidden(sequences)), temperature)
         return np.split(rows[: sum(map(len, sequences))], np.cumsum([len(s) for s in sequences])[:-1])
 
     def logprobs(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[np.ndarray]:
@@ -72,9 +72,11 @@ class Reference:
         parts = np.split(out[: len(targets)], np.cumsum([len(s) for s in sequences])[:-1])
         return [p[:-1] for p in parts]
 
-    def _log_probabilities(self, hidden: Any, temperature: float) -> np.ndarray:
-        logits = _logits(*nnx.split(self.model), hidden)
-        inverse = jnp.full((hidden.shape[0],), np.float32(1.0) / np.float32(temperature), jnp.float32)
+    def _logits(self, hidden: Any) -> Any:
+        return _logits(*nnx.split(self.model), hidden)
+
+    def _log_probabilities(self, logits: Any, temperature: float) -> np.ndarray:
+        inverse = jnp.full((logits.shape[0],), np.float32(1.0) / np.float32(temperature), jnp.float32)
         return np.asarray(jax.jit(head.logprob_rows)(logits, inverse))
 
     # -- step by step -----------------------------------------------------------------------------------------------
@@ -110,12 +112,15 @@ class Reference:
             query, context = [len(fresh[r]) for r in live], [len(tokens[r]) for r in live]
             b = batches.paged(query, context, table, PAGE, c.group, self.arch, self.rope)
             flat = batches.pad(np.concatenate([np.asarray(fresh[r], np.int32) for r in live]), len(b.positions))
-            hidden, caches = self.model.hidden(flat, b, caches)
+            hidden, caches = self.model.hidden(jnp.asarray(flat), b, caches)
             last = np.cumsum(query) - 1
             ends = batches.pad(last.astype(np.int32), batches.bucket(len(live), self.arch))
-            logprobs = self._log_probabilities(hidden[ends], 1.0)[: len(live)]
+            logits = self._logits(hidden[ends])
+            logprobs, chosen = self._log_probabilities(logits, 1.0), np.argmax(np.asarray(logits), 1)
             for i, r in enumerate(live):
-                fresh[r] = [int(np.argmax(logprobs[i]))]
+                fresh[r] = [
+                    int(chosen[i])
+                ]  # by logits, as an engine chooses: log-probabilities may tie where they do not
                 tokens[r] += fresh[r]
                 rows[r].append(logprobs[i])
             live = [r for r in live if fresh[r][0] != stop]

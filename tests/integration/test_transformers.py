@@ -48,7 +48,9 @@ def test_bfloat16_is_as_good_as_transformers_own(checkpoint):
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 
 
-@pytest.mark.parametrize("scaling", [{"rope_type": "linear"}, {"rope_type": "llama3", **LLAMA3}], ids=["linear", "llama3"])
+@pytest.mark.parametrize(
+    "scaling", [{"rope_type": "linear"}, {"rope_type": "llama3", **LLAMA3}], ids=["linear", "llama3"]
+)
 def test_scaled_rope(scaling, tmp_path):
     rope = {"rope_theta": 10000.0, "factor": 4.0, **scaling}
     folder = models.save("llama", tmp_path, rope_parameters=rope)

@@ -44,7 +44,7 @@ def prep(qkv, bias, qn, kn, table, positions):
 def attention(q, kv):
     out = []
     for a, b in zip(CU[:-1], CU[1:], strict=True):
-        heads = lambda x: x[a:b].transpose(0, 1)
+        heads = lambda x, a=a, b=b: x[a:b].transpose(0, 1)
         k, v = (heads(kv[..., s]).repeat_interleave(2, 0) for s in (slice(0, D), slice(D, 2 * D)))
         out.append(F.scaled_dot_product_attention(heads(q), k, v, is_causal=True).transpose(0, 1).reshape(b - a, -1))
     return torch.cat(out)

@@ -6,26 +6,29 @@ the same array in pages, [blocks, block, Hkv, 2 D].
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float, Float32, Int32
+
 from isojax.pallas_kernels.attn import kernel_core_sm90, kernel_prep_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import KV_PARTITION, KV_TILE
-from isojax.types import F32, I32, Real
 
 
-@region("attn.prep", version=1, rows=("qkv", "positions"), constants={"accumulate": "float32", "round": "once"}, outputs=2)
+@region(
+    "attn.prep", version=1, rows=("qkv", "positions"), constants={"accumulate": "float32", "round": "once"}, outputs=2
+)
 def prep(
-    qkv: Real["T W"],
-    bias: Real["W"] | None,
-    q_norm: Real["D"] | None,
-    k_norm: Real["D"] | None,
-    rope: F32["P D"],
-    positions: I32["T"],
+    qkv: Float[Array, "T W"],
+    bias: Float[Array, "W"] | None,
+    q_norm: Float[Array, "D"] | None,
+    k_norm: Float[Array, "D"] | None,
+    rope: Float32[Array, "P D"],
+    positions: Int32[Array, "T"],
     *,
     kv_heads: int,
     head_dim: int,
     eps: float = 0.0,
     zero_centered: bool = False,
-) -> tuple[Real["T Hq D"], Real["T Hkv 2D"]]:
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hkv 2D"]]:
     """Packed qkv to rotated q and packed kv, in fp32 with one rounding at the end.
 
     qkv: per KV head its q heads, its k, its v (Megatron's grouped order), W = (Hq + 2 Hkv) D.
@@ -50,16 +53,16 @@ def prep(
     },
 )
 def core(
-    q: Real["T Hq D"],
-    kv: Real["..."],
-    table: I32["R M"] | None,
-    cu_q: I32["R+1"],
-    lens: I32["R"],
-    work: I32["W 2"],
+    q: Float[Array, "T Hq D"],
+    kv: Float[Array, "..."],
+    table: Int32[Array, "R M"] | None,
+    cu_q: Int32[Array, "R+1"],
+    lens: Int32[Array, "R"],
+    work: Int32[Array, "W 2"],
     *,
     scale: float,
     tile: int,
-) -> tuple[Real["T HqD"], F32["T Hq"]]:
+) -> tuple[Float[Array, "T HqD"], Float32[Array, "T Hq"]]:
     """Causal softmax attention of a packed batch (online softmax: Milakov and Gimelshein, arXiv 1805.02867).
 
     Request r owns query rows cu_q[r] .. cu_q[r+1] and keys 0 .. lens[r]; its last query row sees every key.
@@ -73,35 +76,35 @@ def core(
 
 @region("attn.prep_bwd", version=1, backward=True)
 def prep_bwd(
-    qkv: Real["T W"],
-    bias: Real["W"] | None,
-    q_norm: Real["D"] | None,
-    k_norm: Real["D"] | None,
-    rope: F32["P D"],
-    positions: I32["T"],
-    dq: Real["T Hq D"],
-    dkv: Real["T Hkv 2D"],
+    qkv: Float[Array, "T W"],
+    bias: Float[Array, "W"] | None,
+    q_norm: Float[Array, "D"] | None,
+    k_norm: Float[Array, "D"] | None,
+    rope: Float32[Array, "P D"],
+    positions: Int32[Array, "T"],
+    dq: Float[Array, "T Hq D"],
+    dkv: Float[Array, "T Hkv 2D"],
     *,
     kv_heads: int,
     head_dim: int,
     eps: float,
     zero_centered: bool,
-) -> tuple[Real["T W"], ...]:
+) -> tuple[Float[Array, "T W"], ...]:
     """Gradients of attn.prep: dqkv, then fp32 gradients of those of bias, q_norm, k_norm that are present."""
     ...
 
 
 @region("attn.core_bwd", version=1, backward=True)
 def core_bwd(
-    q: Real["T Hq D"],
-    kv: Real["T Hkv 2D"],
-    cu_q: I32["R+1"],
-    out: Real["T HqD"],
-    lse: F32["T Hq"],
-    ct: Real["T HqD"],
+    q: Float[Array, "T Hq D"],
+    kv: Float[Array, "T Hkv 2D"],
+    cu_q: Int32[Array, "R+1"],
+    out: Float[Array, "T HqD"],
+    lse: Float32[Array, "T Hq"],
+    ct: Float[Array, "T HqD"],
     *,
     scale: float,
-) -> tuple[Real["T Hq D"], Real["T Hkv 2D"]]:
+) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hkv 2D"]]:
     """Gradients of attn.core over the batch's own keys: dq, dkv (Dao, arXiv 2307.08691, section 3)."""
     ...
 

@@ -13,7 +13,7 @@ f32 = jnp.float32
 MASKED = -1e30  # start of a running maximum: finite, so that a row with no key yet stays NaN-free
 
 
-# -- prep ---------------------------------------------------------------------------------------------------------------
+# -- prep --------------------------------------------------------------------------------------------------------------
 def _split(qkv, kv_heads, head_dim):
     t, width = qkv.shape
     group = width // (kv_heads * head_dim) - 2
@@ -61,7 +61,7 @@ def prep_bwd(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, h
     return dx.astype(qkv.dtype), *dparams
 
 
-# -- core ---------------------------------------------------------------------------------------------------------------
+# -- core --------------------------------------------------------------------------------------------------------------
 def core_supports(q, kv, table, cu_q, lens, work, *, scale, tile):
     heads, kv_heads, d = q.shape[1], kv.shape[-2], q.shape[2]
     if heads % kv_heads or kv.shape[-1] != 2 * d or (kv.ndim != 4 if table is not None else kv.ndim != 3):
@@ -108,7 +108,7 @@ def core(q, kv, table, cu_q, lens, work, *, scale, tile):
         end = jnp.max(position) + 1
 
         def step(j, state):
-            m, l, acc = state
+            m, den, acc = state
             tile_kv = keys(request, j * KV_TILE).swapaxes(0, 1)
             k, v = tile_kv[..., :d], tile_kv[..., d:]
             s = jax.lax.dot_general(a, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=f32)
@@ -116,11 +116,9 @@ def core(q, kv, table, cu_q, lens, work, *, scale, tile):
             s = jnp.where(j * KV_TILE + jnp.arange(KV_TILE, dtype=jnp.int32) <= limit, s, -jnp.inf)
             top = jnp.maximum(m, max_halves(s))
             alpha, p = jnp.exp2(m - top), jnp.exp2(s - top[..., None])
-            l = l * alpha + sum_halves(p)
-            pv = jax.lax.dot_general(
-                p.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=f32
-            )
-            return top, l, acc * alpha[..., None] + pv
+            den = den * alpha + sum_halves(p)
+            pv = jax.lax.dot_general(p.astype(v.dtype), v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=f32)
+            return top, den, acc * alpha[..., None] + pv
 
         shape = (kv_heads, tile * group)
         fresh = (jnp.full(shape, MASKED, f32), jnp.zeros(shape, f32), jnp.zeros((*shape, d), f32))
@@ -128,16 +126,16 @@ def core(q, kv, table, cu_q, lens, work, *, scale, tile):
         def partition(p, total):
             first_tile = p * (KV_PARTITION // KV_TILE)
             last_tile = jnp.minimum(first_tile + KV_PARTITION // KV_TILE, -(-end // KV_TILE))
-            m, l, acc = jax.lax.fori_loop(first_tile, last_tile, step, fresh)
-            big_m, big_l, big_acc = total
+            m, den, acc = jax.lax.fori_loop(first_tile, last_tile, step, fresh)
+            big_m, big_den, big_acc = total
             top = jnp.maximum(big_m, m)
             old, new = jnp.exp2(big_m - top), jnp.exp2(m - top)
-            return top, big_l * old + l * new, big_acc * old[..., None] + acc * new[..., None]
+            return top, big_den * old + den * new, big_acc * old[..., None] + acc * new[..., None]
 
-        m, l, acc = jax.lax.fori_loop(0, -(-end // KV_PARTITION), partition, fresh)
-        inverse = jnp.where(l > 0, 1.0 / l, 0.0)
+        m, den, acc = jax.lax.fori_loop(0, -(-end // KV_PARTITION), partition, fresh)
+        inverse = jnp.where(den > 0, 1.0 / den, 0.0)
         out = (acc * inverse[..., None]).astype(q.dtype)
-        lse = m + jnp.log2(jnp.where(l > 0, l, 1.0))
+        lse = m + jnp.log2(jnp.where(den > 0, den, 1.0))
         out = out.reshape(kv_heads, tile, group, d).swapaxes(0, 1).reshape(tile, heads * d)
         return at, out, lse.reshape(kv_heads, tile, group).swapaxes(0, 1).reshape(tile, heads)
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float, Float32, Int32
+
 from isojax.pallas_kernels.embed import kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.types import F32, I32, Real
 
 
 @region("embed.lookup", version=1, rows=("tokens",))
-def lookup(table: Real["V D"], tokens: I32["T"]) -> Real["T D"]:
+def lookup(table: Float[Array, "V D"], tokens: Int32[Array, "T"]) -> Float[Array, "T D"]:
     """table[tokens]. Tokens must lie in [0, V): callers check, since an out-of-range id has no right value."""
     ...
 
 
 @region("embed.lookup_bwd", version=1, backward=True)
-def lookup_bwd(tokens: I32["T"], ct: Real["T D"], *, vocab: int) -> F32["V D"]:
+def lookup_bwd(tokens: Int32[Array, "T"], ct: Float[Array, "T D"], *, vocab: int) -> Float32[Array, "V D"]:
     """Gradient of the table: fp32, rows added in ascending token position."""
     ...
 

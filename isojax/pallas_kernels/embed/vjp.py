@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from isojax.region import Residuals, lookup as find
+from isojax.region import Residuals
+from isojax.region import lookup as find
 
 
 def lookup(res: Residuals, ct):

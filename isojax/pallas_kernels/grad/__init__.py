@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float
+
 from isojax.pallas_kernels.grad import kernel_sm90, reference
 from isojax.region import region
-from isojax.types import Real
 
 
 @region(
     "grad.accumulate", version=1, backward=True, constants={"accumulate": "float32", "order": "operands, ascending"}
 )
-def accumulate(*parts: Real["..."]) -> Real["..."]:
+def accumulate(*parts: Float[Array, "..."]) -> Float[Array, "..."]:
     """Sum of the operands in fp32, in their order, rounded once to the first operand's dtype."""
     ...
 

@@ -7,30 +7,38 @@ balanced tree over the leaves.
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float, Float32, Int32
+
 from isojax.pallas_kernels.head import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAVES, VOCAB_TILE
-from isojax.types import F32, I32, Real
 
 _CONSTANTS = {"vocab_leaves": LEAVES, "vocab_tile": VOCAB_TILE, "temperature": "one fp32 multiply by 1/T", "base": 2}
 
 
 @region("head.logits", version=1, rows=("hidden",), constants={"chain": "ascending K, one fp32 accumulator"})
-def logits(hidden: Real["T D"], weight: Real["V D"]) -> F32["T V"]:
+def logits(hidden: Float[Array, "T D"], weight: Float[Array, "V D"]) -> Float32[Array, "T V"]:
     """hidden @ weight.T in fp32, not rounded."""
     ...
 
 
 @region("head.logprob_rows", version=1, rows=("logits", "inv_temperature"), constants=_CONSTANTS)
-def logprob_rows(logits: F32["T V"], inv_temperature: F32["T"]) -> tuple[F32["T V"], F32["T"]]:
+def logprob_rows(
+    logits: Float32[Array, "T V"], inv_temperature: Float32[Array, "T"]
+) -> tuple[Float32[Array, "T V"], Float32[Array, "T"]]:
     """log_softmax(logits * inv_temperature) over the whole vocabulary. Residual output: log-sum-exp (natural), [T]."""
     ...
 
 
 @region("head.logprob", version=1, rows=("hidden", "targets", "inv_temperature"), constants=_CONSTANTS)
 def logprob(
-    hidden: Real["T D"], weight: Real["V D"], targets: I32["T"], inv_temperature: F32["T"], *, emit_logits: bool = False
-) -> tuple[F32["T"], ...]:
+    hidden: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    targets: Int32[Array, "T"],
+    inv_temperature: Float32[Array, "T"],
+    *,
+    emit_logits: bool = False,
+) -> tuple[Float32[Array, "T"], ...]:
     """Log-probability of each row's target token, without forming [T, V]: the bits of logits + logprob_rows + pick.
 
     Residual outputs: log-sum-exp [T]; with `emit_logits` (full-vocabulary gates) also the fp32 logits [T, V].
@@ -40,13 +48,13 @@ def logprob(
 
 @region("head.logprob_bwd", version=1, backward=True)
 def logprob_bwd(
-    hidden: Real["T D"],
-    weight: Real["V D"],
-    targets: I32["T"],
-    inv_temperature: F32["T"],
-    lse: F32["T"],
-    ct: F32["T"],
-) -> tuple[Real["T D"], F32["V D"]]:
+    hidden: Float[Array, "T D"],
+    weight: Float[Array, "V D"],
+    targets: Int32[Array, "T"],
+    inv_temperature: Float32[Array, "T"],
+    lse: Float32[Array, "T"],
+    ct: Float32[Array, "T"],
+) -> tuple[Float[Array, "T D"], Float32[Array, "V D"]]:
     """Gradients of head.logprob: dhidden (rounded once), dweight (fp32)."""
     ...
 

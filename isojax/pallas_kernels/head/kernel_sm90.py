@@ -177,7 +177,7 @@ def subtract_rows(logits, inv_temperature, lse):
         inv, norm = rows_of(inv_temperature, row), rows_of(lse, row)
         plgpu.barrier_wait(arrived)
         raw = plgpu.load(buffer, layout=LAYOUT)
-        # Through shared memory, so that z is rounded as in the fused form: registers alone contract to fma(raw, inv, -lse)
+        # Through shared memory, so that z is rounded as in the fused form: registers would contract to an fma
         buffer[...] = shared.scaled(raw, inv)
         plgpu.commit_smem()
         buffer[...] = plgpu.load(buffer, layout=LAYOUT) - shared.along_rows(norm)

@@ -85,9 +85,9 @@ def logprob_bwd(hidden, weight, targets, inv_temperature, lse, ct):
     shape = lambda x: x.reshape(n // rows, rows, *x.shape[1:])
 
     def step(dw, x):
-        h, target, inv, l, c = x
+        h, target, inv, row_lse, c = x
         z = dot_t(h, weight) * inv[:, None]
-        p = jnp.exp2((z - l[:, None]) * LOG2E)
+        p = jnp.exp2((z - row_lse[:, None]) * LOG2E)
         onehot = target[:, None] == jnp.arange(weight.shape[0], dtype=jnp.int32)
         dz = (onehot.astype(f32) - p) * (c * inv)[:, None]
         dims = (((1,), (0,)), ((), ()))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float, Float32
+
 from isojax.pallas_kernels.linear import kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAF_QUANTUM, LEAVES
-from isojax.types import F32, Real
 
 
 @region("linear.column", version=1, rows=("x",), constants={"chain": "ascending K, one fp32 accumulator"})
-def column(x: Real["T K"], weight: Real["N K"]) -> Real["T N"]:
+def column(x: Float[Array, "T K"], weight: Float[Array, "N K"]) -> Float[Array, "T N"]:
     """x @ weight.T: one ascending-K chain in fp32, rounded once."""
     ...
 
@@ -25,7 +26,7 @@ def column(x: Real["T K"], weight: Real["N K"]) -> Real["T N"]:
         "leaf_quantum": LEAF_QUANTUM,
     },
 )
-def row(x: Real["T K"], weight: Real["N K"], *, leaves: int = LEAVES) -> Real["T N"]:
+def row(x: Float[Array, "T K"], weight: Float[Array, "N K"], *, leaves: int = LEAVES) -> Float[Array, "T N"]:
     """x @ weight.T with K in `leaves` equal contiguous parts: a chain each in fp32, a balanced tree, one rounding.
 
     The tree is what makes tensor parallelism bit-exact: a rank owns a contiguous subtree. A leaf whose width is no
@@ -35,13 +36,13 @@ def row(x: Real["T K"], weight: Real["N K"], *, leaves: int = LEAVES) -> Real["T
 
 
 @region("linear.dgrad", version=1, backward=True)
-def dgrad(ct: Real["T N"], weight: Real["N K"]) -> Real["T K"]:
+def dgrad(ct: Float[Array, "T N"], weight: Float[Array, "N K"]) -> Float[Array, "T K"]:
     """ct @ weight: the gradient of a linear layer's input, fp32 chain, rounded once."""
     ...
 
 
 @region("linear.wgrad", version=1, backward=True)
-def wgrad(ct: Real["T N"], x: Real["T K"]) -> F32["N K"]:
+def wgrad(ct: Float[Array, "T N"], x: Float[Array, "T K"]) -> Float32[Array, "N K"]:
     """ct.T @ x in fp32: the gradient of a linear layer's weight, not rounded."""
     ...
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float
+
 from isojax.pallas_kernels.mlp import kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.types import Real
 
 
 @region("mlp.swiglu", version=1, rows=("gate_up",), constants={"sigmoid": "1 / (1 + exp2(-x log2 e))", "round": "once"})
-def swiglu(gate_up: Real["T 2F"]) -> Real["T F"]:
+def swiglu(gate_up: Float[Array, "T 2F"]) -> Float[Array, "T F"]:
     """silu(gate) * up in fp32, rounded once; gate and up are the two halves of a row (Shazeer, arXiv 2002.05202)."""
     ...
 
 
 @region("mlp.swiglu_bwd", version=1, backward=True)
-def swiglu_bwd(gate_up: Real["T 2F"], ct: Real["T F"]) -> Real["T 2F"]:
+def swiglu_bwd(gate_up: Float[Array, "T 2F"], ct: Float[Array, "T F"]) -> Float[Array, "T 2F"]:
     """Gradient of mlp.swiglu."""
     ...
 

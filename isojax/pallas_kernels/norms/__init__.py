@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float, Float32
+
 from isojax.pallas_kernels.norms import kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.types import F32, Real
 
 _CONSTANTS = {"accumulate": "float32", "row_sum": "halving tree (cpu); one row per warpgroup (sm90)", "round": "once"}
 
 
 @region("norms.rms", version=1, rows=("x",), constants=_CONSTANTS)
-def rms(x: Real["T D"], weight: Real["D"], *, eps: float, zero_centered: bool = False) -> tuple[Real["T D"], F32["T"]]:
+def rms(
+    x: Float[Array, "T D"], weight: Float[Array, "D"], *, eps: float, zero_centered: bool = False
+) -> tuple[Float[Array, "T D"], Float32[Array, "T"]]:
     """x * rsqrt(mean(x^2) + eps) * weight in fp32, rounded once (Zhang and Sennrich, arXiv 1910.07467).
 
     zero_centered: the stored weight is gamma - 1 (Gemma, Qwen3-Next). Residual output: rstd, [T].
@@ -20,24 +23,40 @@ def rms(x: Real["T D"], weight: Real["D"], *, eps: float, zero_centered: bool = 
 
 @region("norms.add_rms", version=1, rows=("x", "delta"), constants=_CONSTANTS, outputs=2)
 def add_rms(
-    x: Real["T D"], delta: Real["T D"], weight: Real["D"], *, eps: float, zero_centered: bool = False
-) -> tuple[Real["T D"], Real["T D"], F32["T"]]:
+    x: Float[Array, "T D"],
+    delta: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float32[Array, "T"]]:
     """h = residual.add(x, delta); y = norms.rms(h): the bits of the two regions one after the other. -> h, y."""
     ...
 
 
 @region("norms.rms_bwd", version=1, backward=True)
 def rms_bwd(
-    x: Real["T D"], weight: Real["D"], rstd: F32["T"], ct: Real["T D"], *, zero_centered: bool
-) -> tuple[Real["T D"], F32["D"]]:
+    x: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    rstd: Float32[Array, "T"],
+    ct: Float[Array, "T D"],
+    *,
+    zero_centered: bool,
+) -> tuple[Float[Array, "T D"], Float32[Array, "D"]]:
     """Gradients of norms.rms: dx (rounded once), dweight (fp32)."""
     ...
 
 
 @region("norms.add_rms_bwd", version=1, backward=True)
 def add_rms_bwd(
-    h: Real["T D"], weight: Real["D"], rstd: F32["T"], ct_h: Real["T D"], ct_y: Real["T D"], *, zero_centered: bool
-) -> tuple[Real["T D"], F32["D"]]:
+    h: Float[Array, "T D"],
+    weight: Float[Array, "D"],
+    rstd: Float32[Array, "T"],
+    ct_h: Float[Array, "T D"],
+    ct_y: Float[Array, "T D"],
+    *,
+    zero_centered: bool,
+) -> tuple[Float[Array, "T D"], Float32[Array, "D"]]:
     """Gradients of norms.add_rms: dh = ct_h + d(rms), rounded once, which goes to x and delta alike; dweight (fp32)."""
     ...
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from jaxtyping import Array, Float
+
 from isojax.pallas_kernels.residual import kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.types import Real
 
 
 @region("residual.add", version=1, rows=("x", "delta"), constants={"accumulate": "float32", "round": "once"})
-def add(x: Real["T D"], delta: Real["T D"]) -> Real["T D"]:
+def add(x: Float[Array, "T D"], delta: Float[Array, "T D"]) -> Float[Array, "T D"]:
     """x + delta in fp32, rounded once to x's dtype: the value at a layer's boundary."""
     ...
 
