@@ -19,4 +19,4 @@ lint: setup
 	$(RUN) pyright
 
 test: lint  ## every test that needs no GPU
-	$(RUN) pytest -q
+	$(RUN) pytest -q -n 2 --dist loadfile

@@ -137,15 +137,12 @@ def trace(fn: Callable[..., Any], *specs: Any, backward: bool = False) -> Progra
     )
 
 
-def trace_vjp(
-    fn: Callable[..., Any], *specs: Any, diff: Sequence[int] = (0,), accumulate_fp32: bool = True
-) -> tuple[Program, Program]:
+def trace_vjp(fn: Callable[..., Any], *specs: Any, diff: Sequence[int] = (0,)) -> tuple[Program, Program]:
     """(forward, backward) Programs of fn.
 
     forward: args -> (outputs, residuals); it calls the same regions as `trace(fn, *specs)`.
     backward: (residuals, output cotangents) -> gradients of args[diff].
     """
-    del accumulate_fp32
     specs = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
     box: dict[str, Any] = {}
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -84,6 +85,7 @@ class Region:
         self.operands = tuple(p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
         self.statics = tuple(p.name for p in params if p.kind is p.KEYWORD_ONLY)
+        self.ranks = {n: _rank(str(self.signature.parameters[n].annotation)) for n in self.operands}
         unknown = set(rows) - set(self.operands)
         if unknown:
             raise RegionError(f"region {name}: rows {sorted(unknown)} are no operands; operands are {self.operands}")
@@ -158,11 +160,21 @@ class Region:
                 raise RegionError(f"region {self.name}{self.signature}: {e}") from None
             bound.apply_defaults()
             args, statics = bound.args, dict(bound.kwargs)
+            self._check_ranks(args)
             absent = tuple(i for i, a in enumerate(args) if a is None)
             args = tuple(a for a in args if a is not None)
         if absent:
             statics["_absent"] = absent
         return args, statics
+
+    def _check_ranks(self, args: Sequence[Any]) -> None:
+        for name, a in zip(self.operands, args, strict=False):
+            want = self.ranks[name]
+            if want is not None and a is not None and len(a.shape) != want:
+                shape = self.signature.parameters[name].annotation
+                raise RegionError(
+                    f"region {self.name}: operand {name} has shape {tuple(a.shape)}; it takes {want} axes, {shape}"
+                )
 
     def expand(self, args: Sequence[Any], statics: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Undo `bind`: absent operands come back as None."""
@@ -244,6 +256,12 @@ class Region:
 
     def __repr__(self) -> str:
         return f"<region {self.name} v{self.version}: {', '.join(sorted(self.impl)) or 'empty'}>"
+
+
+def _rank(annotation: str) -> int | None:
+    """Axes that a jaxtyping annotation names, or None where it leaves them open."""
+    found = re.search(r"""Array, ['"]([^'"]*)['"]""", annotation)
+    return None if found is None or "..." in found.group(1) else len(found.group(1).split())
 
 
 def region(

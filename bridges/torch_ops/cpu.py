@@ -5,6 +5,7 @@ Results stay JAX arrays while only regions read them; compile.py asks for the to
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ def to_array(x: torch.Tensor) -> jax.Array:
     x = x.detach()
     if x.data_ptr() % ALIGN:
         x = x.clone()
+    if 1 in x.shape:
+        # an axis of size 1 may carry any stride in torch, and JAX would read another layout from it
+        x = x.as_strided(x.shape, [math.prod(x.shape[i + 1 :]) for i in range(x.ndim)])
     return internals.array_of_capsule(torch._C._to_dlpack(x))
 
 

@@ -61,8 +61,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 config, _ = weights.load(sys.argv[1])
 norm = region_op(mean_abs_norm)
+call = lambda x, weight: norm(x.reshape(-1, x.shape[-1]), weight, eps=1e-6).view_as(x)  # a region's rows are tokens
 spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_norm, normalization="RMSNorm")
-spec = plug(spec, "input_layernorm", lambda module, x: norm(x, module.weight, eps=1e-6))  # the one line
+spec = plug(spec, "input_layernorm", lambda module, x: call(x, module.weight))  # the one line
 model = GPTModel(transformer_config(config), spec, vocab_size=config.vocab, max_sequence_length=64,
                  position_embedding_type="rope").bfloat16()
 inputs = torch.load(sys.argv[2])
