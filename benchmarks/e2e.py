@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def checkpoint(folder: Path, layers: int) -> Path:
     return folder
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(".iso/e2e"))
     parser.add_argument("--layers", type=int, default=28)
@@ -103,13 +104,15 @@ def main() -> None:
         print("graphs equal eager, greedy, tokens and full rows:", out["graphs_equal_eager"], two.notes)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "e2e.json").write_text(json.dumps(out, indent=1))
+    return 0 if out["zero"] and out.get("graphs_equal_eager", True) else 1
 
 
 if __name__ == "__main__":
     try:
-        main()
+        code = main()
     except Exception:
         for log in Path("/tmp/iso-e2e").glob("*/*.log"):
             print("=====", log, "\n".join(log.read_text().splitlines()[-25:]))
         raise
-    os._exit(0)
+    sys.stdout.flush()
+    os._exit(code)

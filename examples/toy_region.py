@@ -12,6 +12,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32
 
+from isojax.errors import Unsupported
+from isojax.gates.case import Case, ill_conditioned, many
 from isojax.region import Call, Residuals, lookup, region
 from isojax.schedule import sum_halves
 from isojax.types import spec
@@ -36,6 +38,12 @@ def reference(x, weight, *, eps):
 
 
 # 3. The kernel: one warpgroup per row, so that a row's sum has the same tree in every batch.
+def supports(x, weight, *, eps):
+    if x.shape[1] % 128:
+        given, allowed = f"{x.shape[1]} columns", "a multiple of 128 on sm90, one element a thread"
+        raise Unsupported("toy.mean_abs_norm", given, allowed, "pad the rows, or use arch cpu")
+
+
 def kernel(x, weight, *, eps):
     rows, columns = x.shape
     layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
@@ -79,7 +87,7 @@ def vjp(res: Residuals, ct, *, eps):
 
 
 mean_abs_norm.reference(reference)
-mean_abs_norm.kernel("sm90", kernel)
+mean_abs_norm.kernel("sm90", kernel, supports=supports)
 mean_abs_norm.vjp(vjp)
 
 
@@ -87,3 +95,17 @@ mean_abs_norm.vjp(vjp)
 @mean_abs_norm.canonical_calls
 def _():
     return [Call((spec("bf16", 64, 256), spec("bf16", 256)), dict(eps=1e-6))]
+
+
+# 6. What its gate feeds it: `isojax gate toy.mean_abs_norm --load examples.toy_region`.
+@mean_abs_norm.gate_cases
+def _(rng, rows):
+    def altered(x, weight, *, eps):
+        """Above the boundary neighbours are added first: the gate has to see that one reassociation."""
+        v = jnp.abs(x.astype(f32))
+        total = sum_halves(v[:, ::2] + v[:, 1::2] if many(x) else v)
+        scale = 1.0 / (total * (1.0 / x.shape[1]) + eps)
+        return (x.astype(f32) * scale[:, None] * weight.astype(f32)).astype(x.dtype), scale
+
+    args = ill_conditioned(rng, rows, 512), ill_conditioned(rng, 512)
+    return Case("plain", args, {"eps": 1e-6}, altered)

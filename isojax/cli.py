@@ -1,15 +1,17 @@
-"""`isojax`: one command line. Errors are one sentence on stderr and exit code 2; a difference found is exit code 1."""
+"""`isojax`: one command line. Exit codes: 1, a difference was found; 2, refused (one sentence); 70, our own defect."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from isojax.errors import IsoError
@@ -40,7 +42,8 @@ def main() -> None:
     except Exception as e:
         if type(e).__module__.startswith(("click", "typer")) and hasattr(e, "format_message"):
             _fail(e.format_message())  # type: ignore[attr-defined]
-        raise
+        traceback.print_exc()
+        sys.exit(70)  # a defect of ours; 1 is kept for "a difference was found"
     sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -57,19 +60,15 @@ def _show(rows: list[dict[str, Any]], title: str, as_json: bool) -> None:
     for name in rows[0] if rows else ("nothing",):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*[str(v) for v in row.values()])
+        table.add_row(*[escape(str(v)) for v in row.values()])
     console.print(table)
 
 
 def _tokenize(model: str, prompts: list[str]) -> tuple[Any, list[list[int]]]:
-    from transformers import AutoTokenizer
+    from isojax.model.config import tokenizer
 
-    path = Path(model)
-    if path.suffix == ".gguf":
-        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    else:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    return tokenizer, [list(tokenizer(p).input_ids) for p in prompts]
+    made = tokenizer(model)
+    return made, [list(made(p).input_ids) for p in prompts]
 
 
 def _model(model: str | None) -> str:
@@ -139,6 +138,7 @@ def gate(
     region: Annotated[list[str] | None, typer.Argument(help="Regions; every gated one if left out.")] = None,
     arch: Arch = "cpu",
     quick: Annotated[bool, typer.Option(help="Batches up to 65 rows only.")] = False,
+    load: Annotated[list[str] | None, typer.Option(help="Module that defines regions of yours; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
     """Bit-equality gates, each after its negative control. Exit code 1 if bits differ."""
@@ -150,6 +150,7 @@ def gate(
     _check_arch(arch)
     if arch == "sm90":
         room.require_sm90()
+    _load(load or [])
     results = []
     for name in track(region or gated(), "gates", console=Console(stderr=True), transient=True):
         results += run_gate(name, arch, quick)
@@ -209,7 +210,7 @@ def contract_build(
     _check_arch(arch)
     built = profile.build(family, arch)
     contract.save(built, out)
-    console.print(f"wrote {out}: numerical_policy {built.identities.numerical_policy}")
+    console.print(f"wrote {out}: numerical_policy {built.identities.numerical_policy}", markup=False)
 
 
 @contract_app.command("show")
@@ -245,7 +246,7 @@ def contract_validate(path: Path, live: bool = False) -> None:
             console.print("this installation would run something else")
             raise typer.Exit(1)
     assert c.identities is not None
-    console.print(f"{path}: valid; numerical_policy {c.identities.numerical_policy}")
+    console.print(f"{path}: valid; numerical_policy {c.identities.numerical_policy}", markup=False)
 
 
 @contract_app.command("diff")
@@ -258,6 +259,19 @@ def contract_diff(one: Path, other: Path) -> None:
         _print_changes(found)
         raise typer.Exit(1)
     console.print("the contracts are the same")
+
+
+def _load(modules: list[str]) -> None:
+    import importlib
+
+    from isojax.errors import RegionError
+
+    sys.path.insert(0, "")
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            raise RegionError(f"--load {name}: {e}; give an importable module, as in examples.toy_region") from e
 
 
 def _print_changes(found: Any) -> None:

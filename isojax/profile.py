@@ -15,16 +15,16 @@ from isojax.errors import RegionError
 from isojax.region import REGISTRY, Region, load_shipped, lookup
 
 PROFILES = Path(contracts.__file__).parent / "profiles"
-TOOLCHAIN = {"cpu": ("jax", "jaxlib"), "sm90": ("jax", "jaxlib")}
+TOOLCHAIN = {"cpu": ("jax", "jaxlib"), "sm90": ("jax", "jaxlib", "jax-cuda13-plugin")}
 BODY = "attn.core attn.prep embed.lookup linear.column linear.row mlp.swiglu norms.add_rms norms.rms".split()
 TRAINER = sorted([*BODY, "residual.add", "head.logprob"])
 ENGINE = sorted([*BODY, "head.logits", "head.logprob_rows"])
-HEAD_GATE = "gate head: logits, logprob_rows and a pick give the bits of logprob"
+HEAD_GATE = "gate head.logprob/equals logits then logprob_rows"
 DISCHARGES = {  # regions that not every case runs: the gate that shows the other way to have the same bits
     "head.logits": HEAD_GATE,
     "head.logprob_rows": HEAD_GATE,
     "head.logprob": HEAD_GATE,
-    "residual.add": "gate norms: residual.add and norms.rms give the bits of norms.add_rms",
+    "residual.add": "gate norms.add_rms/equals residual.add then norms.rms",
 }
 CASES: dict[str, tuple[dict[str, str], list[str]]] = {
     "trainer_fwd": (dict(runtime_role="trainer", grad_mode="grad", state_mode="none"), TRAINER),
@@ -43,7 +43,9 @@ def artifact(name: str, arch: str) -> str:
     """SHA-256 over the lowered modules of a region's canonical calls. Raises RegionError where it declares none."""
     region = lookup(name)
     if region.canonical is None:
-        raise RegionError(f"region {name} declares no canonical calls, so no contract can name it; see docs/regions.md")
+        raise RegionError(
+            f"region {name} declares no canonical calls, so no contract can name it; see docs/tutorial.md"
+        )
     digest = hashlib.sha256()
     for args, statics in region.canonical():
         avals, bound = region.bind(args, statics)
@@ -109,7 +111,7 @@ def build(family: str, arch: str) -> Any:
                 state_id="kv_cache",
                 invalidated_by=("weight sync",),
                 replay_safe=True,
-                ref="gate attn.core: prefix hit, chunked prefill and preemption against one prefill",
+                ref="gate attn.core/chunked prefill and prefix hits; preemption: tests/integration/vllm",
             ),
         ),
         toolchain=toolchain(arch),  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 A region is defined by its signature, and then filled in: a reference (the `cpu` implementation and the oracle), a
 kernel (`sm90`), and a vjp. From that come the JAX callable, the torch op, the gate, the bench entry and the contract's
-composition entry. See docs/regions.md.
+composition entry. See docs/tutorial.md.
 
     @region("norms.rms", version=1, rows=("x",), constants={"accumulate": "float32"})
     def rms(x: BF16["T D"], weight: BF16["D"], *, eps: float) -> tuple[BF16["T D"], F32["T"]]: ...

@@ -27,10 +27,12 @@ def parity(
     """Engine, trainer and JAX reference on the same tokens. Exit code 0 only if IsoJAX differs nowhere."""
     from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
+    import contract as contracts
     from bridges.parity import report
     from bridges.parity.run import STEPS, Result, run
-    from isojax import batch, demo, doctor
+    from isojax import batch, demo, doctor, profile
     from isojax.model.config import load_config
+    from isojax.model.config import tokenizer as load_tokenizer
 
     if arch not in ("cpu", "sm90"):
         raise InputError(f"arch {arch!r} is unknown; allowed are cpu and sm90")
@@ -40,12 +42,17 @@ def parity(
     doctor.require_megatron()
     path = str(demo.checkpoint()) if model is None else model
     config = load_config(path)
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    if path.endswith(".gguf"):
+        raise InputError(f"parity takes a Hugging Face folder, as vLLM does; given {path}; export it first")
+    held = contracts.load(contract or profile.path("dense", arch))
+    if held.arch != arch:
+        raise InputError(f"contract {held.name} is for arch {held.arch}; --arch is {arch}; name one contract for both")
+    tokenizer = load_tokenizer(path)
     prompts = [list(tokenizer(p).input_ids) for p in (prompt or demo.PROMPTS)]
     batch.check_tokens(prompts, config.vocab, config.positions - tokens)
 
+    for stale in ("report.html", "result.json"):
+        (out / stale).unlink(missing_ok=True)  # a failed run must not leave an older verdict behind
     result = None
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:

@@ -30,7 +30,7 @@ def engine(spec: Spec, flavour: str) -> Record:
     common = dict(max_model_len=spec["context"], seed=0, **spec.get("engine", {}))
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     if ours:
-        args = engine_args(spec["model"], contract=spec["contract"], **common)
+        args = engine_args(spec["model"], contract=spec["contract"], arch=spec["arch"], **common)
     else:
         prepare("cpu" if spec["arch"] == "cpu" else "sm90")
         args = dict(model=spec["model"], dtype="bfloat16", logprobs_mode="raw_logprobs", **common)

@@ -89,7 +89,8 @@ def _job(name: str, spec: dict[str, Any], folder: Path) -> None:
     out.unlink(missing_ok=True)
     environment = dict(os.environ)
     if spec["arch"] == "cpu":
-        environment.setdefault("JAX_PLATFORMS", "cpu")
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # each runtime takes its arch from the device it sees
+        environment["JAX_PLATFORMS"] = "cpu"
         environment.setdefault("TORCHDYNAMO_DISABLE", "1")
         environment.setdefault("TORCH_COMPILE_DISABLE", "1")
     elif name.startswith("vllm"):

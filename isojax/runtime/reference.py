@@ -123,7 +123,9 @@ class Reference:
                 ]  # by logits, as an engine chooses: log-probabilities may tie where they do not
                 tokens[r] += fresh[r]
                 rows[r].append(logprobs[i])
-            live = [r for r in live if fresh[r][0] != stop]
+            for r in [r for r in live if fresh[r][0] == stop]:
+                pool.release(r)
+                live.remove(r)
             if progress:
                 progress(step + 1)
             if not live:

@@ -97,6 +97,7 @@ class TestCheckpoint:
         ("attention_dropout", 0.1),
         ("use_sliding_window", True),
         ("rope_parameters", {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}),
+        ("rope_parameters", {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.5}),
         ("num_key_value_heads", 3),
         ("quantization_config", {"quant_method": "awq", "bits": 4}),
     ],

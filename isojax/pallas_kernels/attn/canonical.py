@@ -4,7 +4,7 @@ from isojax.pallas_kernels.attn import core, prep
 from isojax.region import Call
 from isojax.types import spec
 
-_T, _HEADS, _KV, _D, _R = 64, 4, 2, 128, 8
+_T, _HEADS, _KV, _D, _R = 64, 4, 2, 128, 8  # D = 64 is hashed too
 
 
 @prep.canonical_calls
@@ -22,7 +22,12 @@ def _():
 
 @core.canonical_calls
 def _():
-    q, cu, lens, work = spec("bf16", _T, _HEADS, _D), spec("i32", _R + 1), spec("i32", _R), spec("i32", _R, 2)
-    own, pages, table = spec("bf16", _T, _KV, 2 * _D), spec("bf16", 16, 16, _KV, 2 * _D), spec("i32", _R, 16)
-    statics = dict(scale=_D**-0.5, tile=16)
-    return [Call((q, own, None, cu, lens, work), statics), Call((q, pages, table, cu, lens, work), statics)]
+    cu, lens, work = spec("i32", _R + 1), spec("i32", _R), spec("i32", _R, 2)
+    table = spec("i32", _R, 128)  # 2,048 tokens of 16: two partitions, so that decoding splits them
+    calls = []
+    for d in (64, _D):
+        q, own, pages = spec("bf16", _T, _HEADS, d), spec("bf16", _T, _KV, 2 * d), spec("bf16", 16, 16, _KV, 2 * d)
+        whole, decode = dict(scale=d**-0.5, tile=16), dict(scale=d**-0.5, tile=1)
+        calls.append(Call((q, own, None, cu, lens, work), whole))
+        calls += [Call((q, pages, table, cu, lens, work), statics) for statics in (whole, decode)]
+    return calls

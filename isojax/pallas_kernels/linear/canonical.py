@@ -4,14 +4,15 @@ from isojax.pallas_kernels.linear import column, row
 from isojax.region import Call
 from isojax.types import spec
 
-_CALL = (spec("bf16", 64, 1024), spec("bf16", 512, 1024))
+_WEIGHT = spec("bf16", 512, 1024)
+_CALLS = [(spec("bf16", t, 1024), _WEIGHT) for t in (64, 1024)]  # few rows and many take other kernels
 
 
 @column.canonical_calls
 def _():
-    return [Call(_CALL, {})]
+    return [Call(args, {}) for args in _CALLS]
 
 
 @row.canonical_calls
 def _():
-    return [Call(_CALL, {})]
+    return [Call(args, {}) for args in _CALLS]
