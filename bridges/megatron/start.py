@@ -32,6 +32,8 @@ def single(seed: int = 1234) -> None:
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()  # somebody ended the world that its groups belonged to
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(
             backend,

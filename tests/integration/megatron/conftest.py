@@ -25,8 +25,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.megatron)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def world():
+    """Anew for each module: a vLLM engine that ran in this process meanwhile ends the world it finds."""
     start.single()
     yield
     start.stop()
