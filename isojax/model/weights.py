@@ -177,7 +177,11 @@ def export(source: str | Path, folder: str | Path, dtype: str = "bfloat16") -> P
         kwargs: dict[str, Any] = {"gguf_file": source.name} if source.suffix == ".gguf" else {}
         where = source.parent if source.suffix == ".gguf" else source
         AutoTokenizer.from_pretrained(where, **kwargs).save_pretrained(work)
-        os.replace(work, folder)
+        try:
+            os.replace(work, folder)
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another process wrote the same folder meanwhile
+                raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return folder

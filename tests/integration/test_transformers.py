@@ -98,3 +98,20 @@ def test_smollm2_against_transformers_own_gguf_loader():
     got = Reference.load(folder).score(sequences)
     error = lambda rows: np.sqrt(np.mean([np.mean((e - r) ** 2) for e, r in zip(expected, rows, strict=True)]))
     assert 0 < error(got) < 2 * error(own)
+
+
+def test_two_processes_may_export_the_same_checkpoint(checkpoint, tmp_path, monkeypatch):
+    import os
+
+    _, folder = checkpoint
+    target, real = tmp_path / "out", os.replace
+
+    def late(source, destination):
+        if not target.exists():  # the other process finishes just before us
+            monkeypatch.setattr(os, "replace", real)
+            weights.export(folder, target)
+        return real(source, destination)
+
+    monkeypatch.setattr(os, "replace", late)
+    assert weights.export(folder, target) == target
+    assert [p.name for p in tmp_path.iterdir()] == ["out"] and (target / "model.safetensors").is_file()
