@@ -89,3 +89,38 @@ def scan_operands(params: Any, n: int) -> tuple[int, int]:
     """(constants, carries) among the n operands of a scan equation; the rest are scanned over."""
     consts, carry, _ = params["ft_in"].update([0] * n).unpack()
     return len(list(consts)), len(list(carry))
+
+
+@cache
+def _barrier_address() -> core.Primitive:
+    """Pallas keeps barriers out of reach of inline code; this hands out one's SMEM address as an int32."""
+    from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.lib.mlir.dialects import llvm  # pyright: ignore[reportPrivateImportUsage]
+    from jax._src.pallas.mosaic_gpu import core as gpu_core
+    from jax._src.pallas.mosaic_gpu import lowering, primitives
+    from jax.experimental.mosaic import gpu as mgpu
+
+    p = core.Primitive("barrier_address")
+
+    @p.def_effectful_abstract_eval
+    def _(barrier, *args, **params):
+        del barrier, args, params
+        return core.ShapedArray((), "int32"), {gpu_core._memory_effect}
+
+    @lowering.register_lowering_rule(p, mgpu.LoweringSemantics.Warpgroup)
+    def _(ctx, barrier, *leaves, tree):
+        index = primitives._get_barrier_base_index(ctx.avals_in[0], tree.unflatten(leaves))
+        ref = (barrier if index is None else barrier[index]).barrier_ref
+        return llvm.ptrtoint(ir.IntegerType.get_signless(32), ref.get_ptr())
+
+    return p
+
+
+def barrier_address(barrier: Any) -> jax.Array:
+    """SMEM address of a plgpu.Barrier (or of one of an array of them), for inline code in the same kernel."""
+    from jax._src import tree_util
+    from jax._src.state import primitives as state
+
+    ref, transforms = state.get_ref_and_transforms(barrier, None, "barrier_address")
+    leaves, tree = tree_util.tree_flatten(transforms)
+    return _barrier_address().bind(ref, *leaves, tree=tree)

@@ -25,6 +25,14 @@ def bucket(n: int, arch: str) -> int:
     return ROW_QUANTUM[arch] * next(t for t in (power, power * 3 // 2, power * 2) if t >= tiles)
 
 
+def buckets(rows: int, arch: str) -> list[int]:
+    """Every bucket up to `rows`, ascending."""
+    found = [bucket(1, arch)]
+    while (larger := bucket(found[-1] + 1, arch)) <= rows:
+        found.append(larger)
+    return [b for b in found if b <= rows]
+
+
 def request_bucket(n: int) -> int:
     """Requests that n requests are padded to: powers of two from 8 up."""
     return max(8, 1 << (n - 1).bit_length())

@@ -26,9 +26,12 @@ Arch = Annotated[str, typer.Option(help="Implementation to run: cpu or sm90.")]
 
 
 def main() -> None:
-    """Entry point. Commands of other packages (parity) join through the entry-point group `isojax.commands`."""
+    """Entry point. Commands of other packages (parity) join through the entry-point group `isojax.commands`, benchmarks
+    through `isojax.bench`."""
     import contract
+    from isojax.bench.cli import joined
 
+    app.add_typer(joined(), name="bench")
     for entry in importlib.metadata.entry_points(group="isojax.commands"):
         app.command(name=entry.name)(entry.load())
     try:
@@ -138,6 +141,11 @@ def gate(
     region: Annotated[list[str] | None, typer.Argument(help="Regions; every gated one if left out.")] = None,
     arch: Arch = "cpu",
     quick: Annotated[bool, typer.Option(help="Batches up to 65 rows only.")] = False,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(help="gates, and on sm90: light, launcher, korder; repeatable. gates if left out."),
+    ] = None,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="A step that breaks is a row, not the end.")] = False,
     load: Annotated[list[str] | None, typer.Option(help="Module that defines regions of yours; repeatable.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -145,15 +153,28 @@ def gate(
     from rich.progress import track
 
     from isojax import doctor as room
-    from isojax.gates.run import gated, run_gate
+    from isojax.errors import Unsupported
+    from isojax.gates.stages import STAGES, fenced
+    from isojax.region import load_modules
 
     _check_arch(arch)
+    chosen = stage or ["gates"]
+    for name in chosen:
+        if name not in STAGES:
+            raise Unsupported("isojax gate", f"--stage {name}", ", ".join(STAGES), "choose one of them")
+        if arch != "sm90" and name != "gates":
+            raise Unsupported("isojax gate", f"--stage {name} on {arch}", "gates", "pass --arch sm90")
     if arch == "sm90":
         room.require_sm90()
-    _load(load or [])
+    load_modules(load or [])
+    steps = [step for name in chosen for step in STAGES[name](region or [], arch, quick)]
+    if not steps:
+        raise Unsupported(
+            "isojax gate", f"regions {region} in stages {chosen}", "regions that a stage checks", "name others"
+        )
     results = []
-    for name in track(region or gated(), "gates", console=Console(stderr=True), transient=True):
-        results += run_gate(name, arch, quick)
+    for name, step in track(steps, "gates", console=Console(stderr=True), transient=True):
+        results += fenced(name, step) if keep_going else step()
     rows = [
         dict(gate=r.name, checked=r.checked, differing=r.differing, passed="yes" if r.passed else "NO", detail=r.detail)
         for r in results
@@ -164,31 +185,24 @@ def gate(
 
 
 @app.command()
-def bench(
-    region: Annotated[list[str] | None, typer.Argument(help="Regions; every one with an entry if left out.")] = None,
-    match: Annotated[str, typer.Option(help="Regular expression over case names.")] = "",
+def tune(
+    region: Annotated[list[str] | None, typer.Argument(help="Regions; all that can be tuned if left out.")] = None,
+    match: Annotated[str, typer.Option(help="Regular expression over REGION SHAPE; others keep their entries.")] = "",
+    out: Annotated[Path | None, typer.Option(help="File to write; the shipped table of this GPU if left out.")] = None,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that compile; one at a time is on the GPU.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Kernel medians against their native peer and the floor, in one run on a Hopper GPU."""
+    """Measure tiles on this GPU and write the fastest of those whose bits a gate finds equal to the default's."""
+    from rich.progress import track
+
     from isojax import doctor as room
+    from isojax.tuning import search
 
     room.require_sm90()
-    import importlib
-
-    import torch
-
-    from isojax.gates.bench import run_bench
-    from isojax.region import REGISTRY, load_shipped
-
-    load_shipped()
-    launch = importlib.import_module("bridges.torch_ops.cuda").region_function
-    device = torch.device("cuda", 0)
-    rows = [
-        dict(case=r.name, us=round(r.us, 1), peer_us=r.peer_us, floor_us=round(r.floor_us, 1), speedup=r.speedup)
-        for name in (region or [n for n, x in REGISTRY.items() if x.bench is not None])
-        for r in run_bench(name, device, lambda *call: launch(*call, device), match)
-    ]
-    _show(rows, torch.cuda.get_device_name(device), as_json)
+    chosen = search.jobs(region or search.REGIONS, match)
+    found = list(track(search.tune(chosen, workers), "tune", len(chosen), console=Console(stderr=True), transient=True))
+    path = search.write(found, out)
+    _show([search.shown(f) for f in found], f"wrote {path}", as_json)
 
 
 @app.command()
@@ -259,19 +273,6 @@ def contract_diff(one: Path, other: Path) -> None:
         _print_changes(found)
         raise typer.Exit(1)
     console.print("the contracts are the same")
-
-
-def _load(modules: list[str]) -> None:
-    import importlib
-
-    from isojax.errors import RegionError
-
-    sys.path.insert(0, "")
-    for name in modules:
-        try:
-            importlib.import_module(name)
-        except ImportError as e:
-            raise RegionError(f"--load {name}: {e}; give an importable module, as in examples.toy_region") from e
 
 
 def _print_changes(found: Any) -> None:

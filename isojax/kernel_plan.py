@@ -82,9 +82,12 @@ class Copy:
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel. aliases: (result, operand) pairs that are one buffer. Its pointers are operands, then results."""
+    """One kernel. aliases: (result, operand) pairs that are one buffer. Its pointers are operands, then results.
 
-    module: bytes
+    module: the serialized Mosaic module, or what it was compiled to (isojax.aot.Binary).
+    """
+
+    module: Any
     operands: tuple[int, ...]
     outs: tuple[int, ...]
     aliases: tuple[tuple[int, int], ...]
@@ -117,7 +120,7 @@ def kernel_plan(region: Region, avals: Sequence[Any], statics: dict[str, Any]) -
     if kind != "kernel":
         raise Unsupported(region.name, f"an sm90 implementation of kind {kind!r}", "'kernel'", "run it with jax.jit")
     region.check("sm90", avals, statics)
-    return _own_writes(_read(region.name, lower(region, avals, statics, "cuda").compiler_ir()))
+    return _own_writes(_read(region.name, lower(region, avals, statics, "cuda").compiler_ir()), region.owned(statics))
 
 
 def _read(name: str, module: Any) -> KernelPlan:
@@ -210,12 +213,13 @@ def _leading_slice(op: Any, source: Buffer) -> int | None:
     return int(np.ravel_multi_index(start, source.shape)) * size if source.shape else 0
 
 
-def _own_writes(plan: KernelPlan) -> KernelPlan:
+def _own_writes(plan: KernelPlan, owned: int | None = None) -> KernelPlan:
     """Give every buffer that a kernel writes through an alias to that kernel alone.
 
     A kernel may overwrite an operand only if nobody else reads it afterwards. So arguments are copied first, and so is
     a value that is read again later; constants are made fresh. Operands and constants that are returned are copied too:
-    results never share memory with operands, nor with each other.
+    results never share memory with operands, nor with each other. The exception is `owned`, the argument that the
+    region adds to (Region.adds): it is written where it lies, and returned as it is.
     """
     buffers, ops = list(plan.buffers), []
     root = list(range(len(buffers)))  # value -> the value whose memory it is
@@ -238,7 +242,7 @@ def _own_writes(plan: KernelPlan) -> KernelPlan:
             for out, i in op.aliases:
                 r = root[operands[i]]
                 shared = _read_later(plan, k, r, root) or sum(root[v] == r for v in op.operands) > 1
-                if shared or r < plan.arguments:
+                if shared or (r < plan.arguments and r != owned):
                     operands[i] = copy_of(operands[i])
                 elif r in made:
                     fresh.add(r)
@@ -250,7 +254,7 @@ def _own_writes(plan: KernelPlan) -> KernelPlan:
         ops[made[v]] = Fill(v, op.value, True) if isinstance(op, Fill) else Constant(v, op.data, True)
     returns: list[int] = []
     for v in plan.returns:
-        shared = root[v] < plan.arguments or (root[v] in made and root[v] not in fresh)
+        shared = (root[v] < plan.arguments and root[v] != owned) or (root[v] in made and root[v] not in fresh)
         returns.append(copy_of(v) if shared or any(root[v] == root[w] for w in returns) else v)
     return KernelPlan(plan.region, plan.arguments, tuple(buffers), tuple(ops), tuple(returns))
 

@@ -80,8 +80,11 @@ def fingerprint(region: Region, avals: Any, statics: dict[str, Any], arch: str) 
 
     sm90: the Mosaic modules (of a declared XLA stand-in, its StableHLO). cpu: the StableHLO of the reference.
     """
+    from isojax import tuning
+
     platform = {"cpu": "cpu", "sm90": "cuda"}[arch]
-    lowered = lower(region, avals, statics, platform)
+    with tuning.defaults():  # a machine's table moves no identity
+        lowered = lower(region, avals, statics, platform)
     digest = hashlib.sha256()
     modules = mosaic_modules(lowered) if arch == "sm90" else []
     for text in [canonical_asm(m) for m in modules] or [_stablehlo(lowered)]:
@@ -95,7 +98,7 @@ def _stablehlo(lowered: Any) -> str:
 
 
 @functools.cache
-def _hopper() -> Any:
+def hopper() -> Any:
     """A compile-only H200, from the CUDA plug-in and a target description; no device is opened."""
     from jax.experimental import topologies
 
@@ -116,7 +119,7 @@ def compile_sm90(fn: Callable[..., Any], *avals: Any) -> list[Resources]:
 
     Raises: Unavailable without the CUDA plug-in and ptxas.
     """
-    here = _hopper()
+    here = hopper()
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in avals]
     with tempfile.TemporaryDirectory() as folder:
         old = os.environ.get("MOSAIC_GPU_DUMP_TO")

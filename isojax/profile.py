@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import contract as contracts
-from isojax import lowering
+from isojax import lowering, precompile, store
 from isojax.errors import RegionError
 from isojax.region import REGISTRY, Region, load_shipped, lookup
 
@@ -39,17 +39,27 @@ CASES: dict[str, tuple[dict[str, str], list[str]]] = {
 
 
 @functools.cache
-def artifact(name: str, arch: str) -> str:
-    """SHA-256 over the lowered modules of a region's canonical calls. Raises RegionError where it declares none."""
+def artifact(name: str, arch: str, state: str | None = None) -> str:
+    """SHA-256 over the lowered modules of a region's canonical calls. Raises RegionError where it declares none.
+
+    Lowering takes seconds, so with a `state` of code and toolchain (precompile.state) the digest is kept under it.
+    """
     region = lookup(name)
     if region.canonical is None:
         raise RegionError(
             f"region {name} declares no canonical calls, so no contract can name it; see docs/tutorial.md"
         )
+    key = None
+    if state is not None and precompile.keepable(region, arch):
+        key = store.key_of("artifact", name, arch, state)
+        if (known := store.get(key)) is not None:
+            return known.decode()
     digest = hashlib.sha256()
     for args, statics in region.canonical():
         avals, bound = region.bind(args, statics)
         digest.update(lowering.fingerprint(region, avals, bound, arch).encode())
+    if key is not None:
+        store.put(key, digest.hexdigest().encode())
     return digest.hexdigest()
 
 
@@ -58,11 +68,11 @@ def implementation_id(region: Region, arch: str) -> str:
     return f"{region.implementation(arch).kind}/{region.name}"
 
 
-def region_view(name: str, arch: str) -> Any:
-    """What this installation runs for one region."""
+def region_view(name: str, arch: str, state: str | None = None) -> Any:
+    """What this installation runs for one region; state: see artifact."""
     region = lookup(name)
     impl = contracts.Implementation(id=implementation_id(region, arch), version=region.version, arch=arch)  # type: ignore[arg-type]
-    return contracts.RegionView(impl, region.constants, artifact(name, arch), toolchain(arch))
+    return contracts.RegionView(impl, region.constants, artifact(name, arch, state), toolchain(arch))
 
 
 def registry_view(arch: str, names: Iterable[str] | None = None) -> Mapping[str, Any]:
@@ -70,7 +80,8 @@ def registry_view(arch: str, names: Iterable[str] | None = None) -> Mapping[str,
     load_shipped()
     if names is None:
         names = [n for n, r in REGISTRY.items() if arch in r.impl and not r.is_backward and r.canonical is not None]
-    return {n: region_view(n, arch) for n in sorted(set(names))}
+    now = precompile.state()
+    return {n: region_view(n, arch, now) for n in sorted(set(names))}
 
 
 def toolchain(arch: str) -> dict[str, str]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -161,6 +162,39 @@ def trace_vjp(fn: Callable[..., Any], *specs: Any, diff: Sequence[int] = (0,)) -
     out, res = jax.tree.unflatten(fwd.out_tree, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in fwd.out_avals])
     bwd = trace(lambda r, ct: jax.tree.unflatten(box["tree"], r)(ct), res, out, backward=True)
     return fwd, bwd
+
+
+def accumulating(program: Program) -> tuple[Program, tuple[int, ...]]:
+    """(program, outputs): the same Program where each of these outputs is added to a further input of its own shape.
+
+    They are the outputs that come straight from a region which can add to an operand (`Region.adds`) and that nothing
+    else reads: gradients of weights, say. The further inputs come last, in the order of the outputs.
+    """
+    read = Counter(v for s in program.steps for v in s.ins if isinstance(v, int))
+    read.update(v for v in program.outputs if isinstance(v, int))
+    number = itertools.count(1 + max([*program.inputs, *program.consts, *(o for s in program.steps for o in s.outs)]))
+    steps, inputs, avals, added = list(program.steps), list(program.inputs), list(program.in_avals), []
+    for k, s in enumerate(steps):
+        region = region_module.REGISTRY[s.name] if s.kind == "region" else None
+        if region is None or region.adds is None or region.owned(s.params) is not None:
+            continue
+        operand, output = region.adds
+        result = s.outs[output]
+        if result not in program.outputs or read[result] != 1:
+            continue
+        position = region.operands.index(operand)
+        params = dict(s.params, _absent=tuple(i for i in s.params["_absent"] if i != position))
+        if not params["_absent"]:
+            del params["_absent"]
+        at, fresh, aval = region.owned(params), next(number), s.out_avals[output]
+        put_in = lambda xs, x, at=at: [*xs[:at], x, *xs[at:]]
+        steps[k] = replace(s, params=params, ins=put_in(s.ins, fresh), in_avals=put_in(s.in_avals, aval))
+        added.append((program.outputs.index(result), fresh, aval))
+    added.sort(key=lambda x: x[0])
+    inputs += [fresh for _, fresh, _ in added]
+    avals += [aval for *_, aval in added]
+    made = replace(program, steps=steps, inputs=inputs, in_avals=avals, in_tree=None, input_names=[])
+    return made, tuple(i for i, *_ in added)
 
 
 def _integral(aval: Any) -> bool:

@@ -76,8 +76,10 @@ class Region:
         constants: Mapping[str, Any],
         outputs: int,
         backward: bool,
+        adds: tuple[str, int] | None = None,
     ):
         self.name, self.version, self.outputs, self.is_backward = name, version, outputs, backward
+        self.adds = adds
         self.constants = dict(constants)
         self.__doc__ = signature.__doc__
         self.signature = inspect.signature(signature)
@@ -89,6 +91,8 @@ class Region:
         unknown = set(rows) - set(self.operands)
         if unknown:
             raise RegionError(f"region {name}: rows {sorted(unknown)} are no operands; operands are {self.operands}")
+        if adds is not None and adds[0] not in self.operands:
+            raise RegionError(f"region {name}: adds to {adds[0]!r}, which is no operand; operands are {self.operands}")
         self.rows = tuple(rows)
         self.impl: dict[str, Implementation] = {}
         self.backward: Callable[..., tuple[Any, ...]] | None = None
@@ -198,6 +202,13 @@ class Region:
             full, kw = self.expand(avals, statics)
             impl.supports(*full, **kw)
 
+    def owned(self, statics: Mapping[str, Any]) -> int | None:
+        """Position, among the operands that are present, of the one that an output is added to; None where absent."""
+        absent = statics.get("_absent", ())
+        if self.adds is None or (at := self.operands.index(self.adds[0])) in absent:
+            return None
+        return at - sum(i < at for i in absent)
+
     def out_avals(self, avals: Sequence[Any], statics: Mapping[str, Any]) -> tuple[Any, ...]:
         """Shapes and dtypes of all outputs."""
         return self._abstract_eval(*avals, **statics)
@@ -272,6 +283,7 @@ def region(
     constants: Mapping[str, Any] | None = None,
     outputs: int = 1,
     backward: bool = False,
+    adds: tuple[str, int] | None = None,
 ) -> Callable[[Callable[..., Any]], Region]:
     """Define and register a region from its signature: positional operands, keyword-only statics.
 
@@ -283,6 +295,8 @@ def region(
         the contract's numerical policy.
       outputs: how many outputs callers see; further outputs are residuals for the vjp.
       backward: True for regions that only backward programs use.
+      adds: (operand, output) of an optional fp32 operand that this output is added to, in one rounding. A launcher in
+        torch writes the sum into that operand's own memory; under jax.jit it is a new array.
 
     Raises: RegionError for a malformed or taken name.
     """
@@ -293,7 +307,14 @@ def region(
         if name in REGISTRY:
             raise RegionError(f"region {name} is defined twice; raise its version in place, or choose another name")
         r = Region(
-            name, signature, version=version, rows=rows, constants=constants or {}, outputs=outputs, backward=backward
+            name,
+            signature,
+            version=version,
+            rows=rows,
+            constants=constants or {},
+            outputs=outputs,
+            backward=backward,
+            adds=adds,
         )
         REGISTRY[name] = r
         return r
@@ -331,6 +352,23 @@ def load_shipped() -> None:
             for part in pkgutil.iter_modules(family.__path__):
                 if part.name.split("_")[0] in ("canonical", "gate", "bench"):  # gate.py, gate_prep.py, ...
                     importlib.import_module(f"{family.__name__}.{part.name}")
+
+
+def load_modules(names: Sequence[str]) -> None:
+    """Import modules that define regions from outside the package, from the working directory too.
+
+    Raises: RegionError where one cannot be imported.
+    """
+    import importlib
+    import sys
+
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as e:
+            raise RegionError(f"--load {name}: {e}; give an importable module, as in examples.toy_region") from e
 
 
 def by_primitive(primitive: Any) -> Region | None:

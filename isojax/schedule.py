@@ -16,8 +16,8 @@ T = TypeVar("T")
 ROW_TILE = 16  # rows that the cpu arch computes at a time; XLA's CPU dots keep their bits at this height
 LEAVES = 8  # parts of a row-parallel contraction and of the vocabulary; >= the largest TP that is claimed
 LEAF_QUANTUM = 16  # a leaf is zero-padded to a multiple of this, the K of one bf16 MMA
-KV_PARTITION = 1024  # keys in one partition of the attention's softmax
-KV_TILE = 64  # keys in one step of the online softmax
+KV_PARTITION = 768  # keys in one partition of the attention's softmax
+KV_TILE = 128  # keys in one step of the online softmax
 VOCAB_TILE = 128  # logits in one step of the log-sum-exp
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453

@@ -15,7 +15,9 @@ import torch
 from bridges.torch_ops import Compiled, compile_program
 from bridges.torch_ops.autograd import LayerFunction, diff_positions, layer_function
 from bridges.torch_ops.dtypes import to_jax
-from isojax.program import trace, trace_vjp
+from isojax.program import Program, accumulating, trace, trace_vjp
+
+ALIGN = 16  # bytes: what a kernel asks of an operand's address
 
 
 class Call:
@@ -30,30 +32,56 @@ class Call:
     def __init__(self, fn: Callable[..., Any], diff: Sequence[int] = ()):
         self.fn, self.diff = fn, tuple(diff)
         self.compiled: dict[Any, LayerFunction | Compiled] = {}
+        self.traced: dict[Any, tuple[Program, Program | None]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """The function's flat outputs, or its only one. Raises: Refused, Unsupported while compiling; InputError."""
         flat, tree = jax.tree.flatten(args)
-        key = (tree, flat[0].device, *((x.shape, x.dtype) for x in flat))
-        if key not in self.compiled:
-            self.compiled[key] = self._compile(args, flat[0].device)
-        run = self.compiled[key]
-        outs = run(*flat, on_grad=_on_grad) if isinstance(run, LayerFunction) else run(*flat)
+        run = self._get(args, flat, tree, flat[0].device)
+        outs = run(*flat, on_grad=_on_grad, into=_into) if isinstance(run, LayerFunction) else run(*flat)
         return outs[0] if len(outs) == 1 else outs
+
+    def programs(self, *args: Any) -> list[Program]:
+        """What a trainer runs for arguments of these shapes: the forward, and the backward that adds to main_grad."""
+        forward, backward = self._trace(jax.tree.map(_spec, args))
+        return [forward] if backward is None else [forward, accumulating(backward)[0]]
+
+    def prepare(self, *args: Any, device: torch.device) -> None:
+        """Compile `programs` on `device`, before the first call; meta tensors will do."""
+        run = self._get(args, *jax.tree.flatten(args), device)
+        if isinstance(run, LayerFunction) and run.adding is None:
+            run.backward  # noqa: B018  compiled where it is first asked for
 
     def forwards(self) -> list[Compiled]:
         """The forward Programs compiled so far, one for each set of shapes."""
         return [f.forward if isinstance(f, LayerFunction) else f for f in self.compiled.values()]
 
+    def both_ways(self) -> list[Compiled]:
+        """The forward and backward Programs compiled so far."""
+        return [c for f in self.compiled.values() for c in (f.compiled() if isinstance(f, LayerFunction) else [f])]
+
+    def _get(self, args: tuple[Any, ...], flat: list[Any], tree: Any, device: torch.device) -> LayerFunction | Compiled:
+        key = (tree, device, *((x.shape, x.dtype) for x in flat))
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(args, device)
+        return self.compiled[key]
+
     def _compile(self, args: tuple[Any, ...], device: torch.device) -> LayerFunction | Compiled:
         arch = "cpu" if device.type == "cpu" else "sm90"
         specs = jax.tree.map(_spec, args)
-        if not self.diff:
-            return compile_program(trace(self.fn, *specs), arch=arch, device=device)
-        forward, backward = trace_vjp(self.fn, *specs, diff=self.diff)
+        forward, backward = self._trace(specs)
+        if backward is None:
+            return compile_program(forward, arch=arch, device=device)
         n_out = forward.out_tree.children()[0].num_leaves
         diff = diff_positions(specs, self.diff)
         return layer_function(forward, backward, diff=diff, n_out=n_out, arch=arch, device=device)
+
+    def _trace(self, specs: tuple[Any, ...]) -> tuple[Program, Program | None]:
+        key = tuple(map(str, jax.tree.flatten(specs)))
+        if key not in self.traced:
+            both = trace_vjp(self.fn, *specs, diff=self.diff) if self.diff else (trace(self.fn, *specs), None)
+            self.traced[key] = both
+        return self.traced[key]
 
 
 def _spec(x: torch.Tensor) -> jax.ShapeDtypeStruct:
@@ -63,6 +91,14 @@ def _spec(x: torch.Tensor) -> jax.ShapeDtypeStruct:
 
 def _on_grad(index: int, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return deliver(leaf, grad)
+
+
+def _into(index: int, leaf: torch.Tensor) -> torch.Tensor | None:
+    """Megatron's fp32 gradient buffer of a parameter: what a weight's gradient is added to where it is made."""
+    main = getattr(leaf, "main_grad", None)
+    if main is None or main.dtype is not torch.float32 or not main.is_contiguous() or main.shape != leaf.shape:
+        return None
+    return main if main.data_ptr() % ALIGN == 0 else None
 
 
 def deliver(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -75,7 +111,8 @@ def deliver(leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     main = getattr(leaf, "main_grad", None)
     if main is None:
         return grad.to(leaf.dtype)
-    main.add_(grad)
+    if grad is not main:  # else the region that made the gradient has added it
+        main.add_(grad)
     leaf.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     make = torch.zeros_like if getattr(leaf, "zero_out_wgrad", False) else torch.empty_like
     return make(leaf)

@@ -81,16 +81,25 @@ def transposed(x: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tens
 
 
 def check_tokens(ids: torch.Tensor, vocab: int, what: str) -> None:
-    """Raises InputError for a token id outside the vocabulary, where a lookup would read another's memory."""
-    low, high = (int(x) for x in ids.aminmax())
-    if low < 0 or high >= vocab:
-        raise InputError(f"{what} {low if low < 0 else high} is no token id; allowed are 0 to {vocab - 1}")
+    """Raises InputError for a token id outside the vocabulary, where a lookup would read another's memory.
+
+    On CUDA it is an assertion on the device, as torch's own embedding has: the host would wait for the layers before.
+    """
+    low, high = ids.aminmax()
+    if ids.is_cuda:
+        message = f"{what}: no token id; allowed are 0 to {vocab - 1}"
+        torch.ops.aten._assert_async.msg((low >= 0) & (high < vocab), message)
+    elif low < 0 or high >= vocab:
+        raise InputError(f"{what} {int(low if low < 0 else high)} is no token id; allowed are 0 to {vocab - 1}")
 
 
 def inverse_temperature(temperature: Temperature, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """fp32 1/T per row, [S, B]. Raises InputError unless T > 0."""
+    """fp32 1/T per row, [S, B]. Raises InputError unless T > 0 (for a CUDA tensor: an assertion on the device)."""
     t = torch.as_tensor(temperature, dtype=torch.float32, device=device)
-    if not bool((t > 0).all()):
+    positive = (t > 0).all() if isinstance(temperature, torch.Tensor) else temperature > 0
+    if isinstance(positive, torch.Tensor) and positive.is_cuda:
+        torch.ops.aten._assert_async.msg(positive, "temperature is not positive")
+    elif not positive:
         raise InputError(f"temperature {temperature} is not positive; greedy decoding is compared at temperature 1")
     inverse = torch.ones_like(t) / t  # IEEE division on CPU and CUDA: the bits of numpy's 1 / T
     return inverse.expand(shape[::-1]).t().contiguous()

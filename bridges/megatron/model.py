@@ -33,6 +33,9 @@ class IsoGPTModel(GPTModel):
         self.runtime = runtime
         self.case = "trainer_fwd"
         self.adapter: Adapter | None = None  # set by bridges.megatron.adapter.install
+        if self.share_embeddings_and_output_weights:
+            # Embedding and LogProbs both add to main_grad; DDP need not add what autograd gets in its place.
+            self.head_weight.zero_out_wgrad = False  # type: ignore[attr-defined]
 
     # -- as Megatron calls it -----------------------------------------------------------------------------------------
     def _preprocess(
@@ -58,6 +61,9 @@ class IsoGPTModel(GPTModel):
         foreign = given is not None and given is not _hidden and not isinstance(given, LogProbs)
         if foreign and self.adapter is not None:
             raise Unsupported("IsoGPTModel under contract", repr(given), "LogProbs", "no contract covers what it does")
+        if self.share_embeddings_and_output_weights and given is not None and not isinstance(given, LogProbs):
+            # Who takes the hidden states may use the shared weight with autograd: from now on DDP adds what it gives.
+            self.head_weight.zero_out_wgrad = True  # type: ignore[attr-defined]
         if not self.post_process or given is not None:
             return super()._postprocess(hidden_states, *args, **kwargs)
         if kwargs.get("labels") is None:

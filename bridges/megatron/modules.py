@@ -13,10 +13,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-from bridges.megatron.rows import RowFinder
+from bridges.megatron.rows import RowFinder, rows_for
 from bridges.megatron.runtime import norm
 from bridges.torch_ops import region_op
-from isojax.batch import bucket
 from isojax.errors import Unsupported
 from isojax.model.config import DenseConfig
 
@@ -46,7 +45,7 @@ class IsoRMSNorm(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = _flat(x)
         n = rows.shape[0]
-        padded = bucket(n, "cpu" if x.device.type == "cpu" else "sm90")
+        padded = rows_for(n, "cpu" if x.device.type == "cpu" else "sm90")
         if padded != n:
             rows = torch.cat([rows, rows.new_zeros(padded - n, rows.shape[1])])
         return norm(self.eps, self.zero_centered)(rows, self.weight)[:n].reshape(x.shape)

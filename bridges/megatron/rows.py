@@ -28,7 +28,8 @@ class Rows:
     """N tokens of an [S, B, D] tensor as T >= N packed rows.
 
     index [N] int64: flat row s * B + b of each token. lens: tokens of each sequence, in packed order.
-    batch: isojax Batch of torch tensors, T rows. whole: the packed rows are the tensor's own, in order.
+    batch: isojax Batch of torch tensors, T rows. whole: the N tokens are the tensor's own rows, all of them, in order;
+    then nothing is gathered, and nothing at all is copied where T = N.
     """
 
     shape: tuple[int, int]
@@ -47,16 +48,20 @@ class Rows:
         return _Unpack.apply(self, rows)
 
     def _pack(self, x: torch.Tensor) -> torch.Tensor:
-        flat = x.reshape(-1, *x.shape[2:])
-        if self.whole:
+        flat, n = x.reshape(-1, *x.shape[2:]), len(self.index)
+        if self.whole and n == self.padded:
             return flat
-        out = x.new_zeros(self.padded, *x.shape[2:])
-        torch.index_select(flat, 0, self.index, out=out[: len(self.index)])
+        out = x.new_empty(self.padded, *x.shape[2:])
+        out[n:].zero_()
+        if self.whole:
+            out[:n].copy_(flat)
+        else:
+            torch.index_select(flat, 0, self.index, out=out[:n])
         return out
 
     def _unpack(self, rows: torch.Tensor) -> torch.Tensor:
         if self.whole:
-            return rows.reshape(*self.shape, *rows.shape[1:])
+            return rows[: len(self.index)].reshape(*self.shape, *rows.shape[1:])
         out = rows.new_zeros(self.shape[0] * self.shape[1], *rows.shape[1:])
         out.index_copy_(0, self.index, rows[: len(self.index)])
         return out.reshape(*self.shape, *rows.shape[1:])
@@ -138,25 +143,36 @@ class RowFinder:
                 f"sequence {int(np.argmax(lens))} has {max(lens)} tokens; the model has {self.config.positions} "
                 "positions; shorten it"
             )
-        made = batches.packed(lens, self.config.group, self.arch, None)
+        made = batches.packed(lens, self.config.group, self.arch, None, rows_for(sum(lens), self.arch))
         there = lambda x: torch.from_numpy(np.ascontiguousarray(x)).to(device)
         batch = Batch(
             there(made.positions),
             there(made.cu_q),
             there(made.lens),
             there(made.work),
-            self._rope_table(device) if self.with_rope else None,
+            self.rope_table(device) if self.with_rope else None,
             tile=made.tile,
         )
         padded = len(made.positions)
-        whole = padded == s * b and np.array_equal(index, np.arange(padded))
+        whole = len(index) == s * b and np.array_equal(index, np.arange(len(index)))
         return Rows((s, b), there(index.astype(np.int64)), tuple(map(int, lens)), batch, padded, whole)
 
-    def _rope_table(self, device: torch.device) -> torch.Tensor:
+    def rope_table(self, device: torch.device) -> torch.Tensor:
+        """The model's rotary table [P, D] float32 on a device, made once."""
         if device not in self._rope:
             table = rope.table(self.config.rope, self.config.head_dim, self.config.positions)
             self._rope[device] = torch.from_numpy(table).to(device)
         return self._rope[device]
+
+
+def rows_for(tokens: int, arch: str) -> int:
+    """Rows that `tokens` are padded to: an eighth of the power of two below at most, since a trainer computes them all.
+
+    Finer than an engine's buckets, which are captured as graphs: here a new count costs a compilation, once.
+    """
+    quantum = batches.ROW_QUANTUM[arch]
+    step = max(quantum, 1 << max(0, (tokens - 1).bit_length() - 4))
+    return max(1, -(-tokens // step)) * step
 
 
 def _identity(x: Any) -> Any:

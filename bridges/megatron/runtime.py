@@ -10,12 +10,15 @@ import torch
 from flax import nnx
 
 from bridges.megatron.call import Call
-from bridges.megatron.rows import RowFinder
+from bridges.megatron.rows import RowFinder, Rows
+from bridges.torch_ops.compile import prepare
 from isojax.errors import Unavailable
 from isojax.model import dense
 from isojax.model.config import DenseConfig
+from isojax.model.weights import DTYPES
 from isojax.pallas_kernels import embed, head, norms
 from isojax.program import trace
+from isojax.region import lookup
 
 
 class Runtime:
@@ -35,10 +38,42 @@ class Runtime:
         self.norm = norm(config.eps, config.zero_centered)
         self.logprob = Call(head.logprob, diff=(0, 1))
 
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return self.embed, self.layer, self.norm, self.logprob
+
+    def prepare(self, tokens: int, packing: Any, device: torch.device) -> None:
+        """Compile forward and backward of a packed micro-batch, so that the first step does not wait for it.
+
+        tokens: its rows. packing: PackedSeqParams; other cuts into as many sequences need no compilation of their own.
+        """
+        jobs = self.jobs(self.rows.find((tokens, 1), device, packed_seq_params=packing))
+        prepare([p for call, args in jobs for p in call.programs(*args)], self.arch, device)
+        for call, args in jobs:
+            call.prepare(*args, device=device)
+
+    def jobs(self, rows: Rows) -> list[tuple[Call, tuple[Any, ...]]]:
+        """Every call of a step over these rows, with meta tensors for what it is given."""
+        c = self.config
+        meta = lambda *shape, dtype=DTYPES[c.dtype]: torch.empty(shape, dtype=dtype, device="meta")
+        ids, inverse = meta(rows.padded, dtype=torch.int64), meta(rows.padded, dtype=torch.float32)
+        table, hidden = meta(c.vocab, c.hidden), meta(rows.padded, c.hidden)
+        weights = {name: meta(*spec.shape) for name, spec in _layer_state(c)[1].items()}
+        return [
+            (self.embed, (table, ids)),
+            (self.layer, (hidden, weights, rows.batch)),
+            (self.norm, (hidden, meta(c.hidden))),
+            (self.logprob, (hidden, table, ids, inverse)),
+        ]
+
     def compiled_regions(self) -> list[str]:
         """Names of the regions in the forwards that were compiled so far: what has really run."""
-        calls = (self.embed, self.layer, self.norm, self.logprob)
-        return sorted({name for call in calls for f in call.forwards() for name in f.program.regions()})
+        return sorted({name for call in self.calls for f in call.forwards() for name in f.program.regions()})
+
+    def stand_ins(self) -> list[str]:
+        """Names of the compiled regions that XLA runs on this arch for want of a kernel."""
+        used = {name for call in self.calls for c in call.both_ways() for name in c.program.regions()}
+        return sorted(name for name in used if lookup(name).implementation(self.arch).kind == "xla")
 
     def regions(self) -> list[str]:
         """Names of the regions of a forward, each once: what a contract has to cover."""

@@ -52,14 +52,14 @@ def stock_model(config: DenseConfig, params: Mapping[str, torch.Tensor], **overr
         max_sequence_length=config.positions,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=config.tied,
-        **_rope(config.rope),
+        **rope_fields(config.rope),
     )
     model.to(DTYPES[config.dtype])  # torch's RMSNorm is built in fp32
     weights.load_packed(model, params, config, stock=True)
     return model.cuda() if torch.cuda.is_available() else model
 
 
-def _rope(rope: Rope) -> dict[str, Any]:
+def rope_fields(rope: Rope) -> dict[str, Any]:
     base: dict[str, Any] = {"rotary_base": rope.theta}
     if rope.kind == "linear":
         return base | {"seq_len_interpolation_factor": rope.factor}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bridges.torch_ops.autograd import LayerFunction, cast_to_leaf, diff_positions, layer_function
-from bridges.torch_ops.compile import Compiled, compile_program, narrow
+from bridges.torch_ops.compile import Compiled, compile_program, narrow, prepare
 from bridges.torch_ops.ops import region_op
 
 __all__ = [
@@ -14,5 +14,6 @@ __all__ = [
     "diff_positions",
     "layer_function",
     "narrow",
+    "prepare",
     "region_op",
 ]

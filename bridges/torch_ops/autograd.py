@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from bridges.torch_ops.collectives import Groups
 from bridges.torch_ops.compile import Compiled, compile_program
 from isojax.errors import Refused
-from isojax.program import Program
+from isojax.program import Program, accumulating
 
 OnGrad = Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor | None]
+Into = Callable[[int, torch.Tensor], torch.Tensor | None]
 
 
 def cast_to_leaf(index: int, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -22,32 +24,74 @@ def cast_to_leaf(index: int, leaf: torch.Tensor, grad: torch.Tensor) -> torch.Te
     return grad.to(leaf.dtype)
 
 
+def nowhere(index: int, leaf: torch.Tensor) -> None:
+    """The default `into`: no buffer for any gradient."""
+
+
 class LayerFunction:
     """A differentiable torch function over a forward and a backward Program; see `layer_function`.
 
-    Attributes: forward, backward (Compiled), n_out, diff.
+    Attributes: forward, backward (Compiled), n_out, diff. adding: the backward that adds to buffers, and which of its
+    gradients it adds (isojax.program.accumulating). Both backwards are compiled where they are first needed.
     """
 
-    def __init__(self, forward: Compiled, backward: Compiled, n_out: int, diff: tuple[int, ...]):
-        self.forward, self.backward, self.n_out, self.diff = forward, backward, n_out, diff
+    def __init__(
+        self, forward: Compiled, backward: Program, n_out: int, diff: tuple[int, ...], compiled: Callable[..., Compiled]
+    ):
+        self.forward, self.n_out, self.diff = forward, n_out, diff
+        self._backward, self._compiled = backward, compiled
 
-    def __call__(self, *args: torch.Tensor, on_grad: OnGrad = cast_to_leaf) -> tuple[torch.Tensor, ...]:
+    @functools.cached_property
+    def backward(self) -> Compiled:
+        return self._compiled(self._backward)
+
+    @functools.cached_property
+    def adding(self) -> tuple[Compiled, tuple[int, ...]] | None:
+        program, added = accumulating(self._backward)
+        return (self._compiled(program), added) if added else None
+
+    def compiled(self) -> list[Compiled]:
+        """The forward and those backwards that have been compiled so far."""
+        made = (vars(self).get("backward"), (vars(self).get("adding") or (None,))[0])
+        return [self.forward, *(c for c in made if c is not None)]
+
+    def __call__(
+        self, *args: torch.Tensor, on_grad: OnGrad = cast_to_leaf, into: Into = nowhere
+    ) -> tuple[torch.Tensor, ...]:
         """The flat outputs, for flat inputs as compile_program takes them.
 
         on_grad(index, leaf, grad): called in backward for each input in `diff` that is a leaf and requires a gradient:
         a parameter, or the detached input of a recomputed segment. `leaf` is the caller's own tensor, `grad` has the
         dtype that the backward region gives (fp32 for weights). What it returns goes to autograd: a trainer adds into
         `leaf.main_grad` and returns what its own protocol wants. Gradients of other inputs are cast to their dtype.
+
+        into(index, leaf): a contiguous fp32 buffer of the leaf's shape that the gradient is to be added to inside the
+        region that makes it, or None. Then on_grad gets that buffer as the gradient: the sum is in it.
         """
-        return _Layer.apply(self, on_grad, *args)  # type: ignore[no-any-return]
+        return _Layer.apply(self, on_grad, into, *args)  # type: ignore[no-any-return]
+
+    def gradients(self, operands: Sequence[torch.Tensor], buffers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+        """One gradient for each input in `diff`; where buffers has its position, the buffer with the gradient added."""
+        if not buffers or self.adding is None or not all(self.diff[g] in buffers for g in self.adding[1]):
+            return list(self.backward(*operands))
+        run, added = self.adding
+        grads = list(run(*operands, *[buffers[self.diff[g]] for g in added]))
+        for g in added:
+            buffer = buffers[self.diff[g]]
+            if grads[g].data_ptr() != buffer.data_ptr():  # an arch whose regions do not write in place
+                buffer.copy_(grads[g])
+            grads[g] = buffer
+        return grads
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: LayerFunction, on_grad: OnGrad, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, layer: LayerFunction, on_grad: OnGrad, into: Into, *args: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         outs = layer.forward(*args)
         kept, outs = outs[layer.n_out :], outs[: layer.n_out]
-        ctx.layer, ctx.on_grad, ctx.n_kept = layer, on_grad, len(kept)
+        ctx.layer, ctx.on_grad, ctx.into, ctx.n_kept = layer, on_grad, into, len(kept)
         ctx.dtypes = [args[i].dtype for i in layer.diff]
         ctx.leaves = [i for i in layer.diff if args[i].is_leaf and args[i].requires_grad]
         # Residuals that are inputs or outputs are those very tensors: nothing is copied. A saved leaf comes back as
@@ -62,11 +106,13 @@ class _Layer(torch.autograd.Function):
         layer, saved = ctx.layer, ctx.saved_tensors
         leaves = dict(zip(ctx.leaves, saved[ctx.n_kept :], strict=True))
         # autograd may hand over an expanded scalar, and regions take contiguous operands
-        grads = layer.backward(*saved[: ctx.n_kept], *[c.contiguous() for c in cts])
+        operands = [*saved[: ctx.n_kept], *[c.contiguous() for c in cts]]
+        offered = {i: ctx.into(i, leaf) for i, leaf in leaves.items()}
+        grads = layer.gradients(operands, {i: b for i, b in offered.items() if b is not None})
         full: list[Any] = [None] * len(ctx.needs_input_grad)
         for i, dtype, g in zip(layer.diff, ctx.dtypes, grads, strict=True):
-            if ctx.needs_input_grad[i + 2]:
-                full[i + 2] = ctx.on_grad(i, leaves[i], g) if i in leaves else g.to(dtype)
+            if ctx.needs_input_grad[i + 3]:
+                full[i + 3] = ctx.on_grad(i, leaves[i], g) if i in leaves else g.to(dtype)
         return tuple(full)
 
 
@@ -108,7 +154,7 @@ def layer_function(
     bwd = replace(bwd, inputs=take(bwd.inputs), in_avals=take(bwd.in_avals), input_names=[], in_tree=None)
     fwd = replace(fwd, outputs=[*fwd.outputs[:n_out], *(fwd.outputs[n_out + i] for i in use)], out_tree=None)
     run = lambda p: compile_program(p, arch=arch, groups=groups, device=device)
-    return LayerFunction(run(fwd), run(bwd), n_out, tuple(diff))
+    return LayerFunction(run(fwd), bwd, n_out, tuple(diff), run)
 
 
 def diff_positions(specs: Sequence[Any], diff: Sequence[int]) -> tuple[int, ...]:

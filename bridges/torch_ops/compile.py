@@ -131,6 +131,20 @@ def compile_program(
     return Compiled(program, arch, backends.resolve(arch, device), tuple(donate), groups or {})
 
 
+def prepare(programs: Sequence[Program], arch: str, device: torch.device | str | None = None) -> None:
+    """Compile the kernels of several Programs ahead, at once and from kept files; on cpu nothing is to be done.
+
+    compile_program then finds them. Raises: as compile_program.
+    """
+    if arch == "cpu":
+        return
+    from bridges.torch_ops import cuda
+
+    where = backends.resolve(arch, device)
+    calls = [(lookup(s.name), s.in_avals, s.params) for p in programs for s in p.calls()]
+    cuda.prepare([c for c in calls if c[0].implementation(arch).kind == "kernel"], where)
+
+
 def narrow(x: torch.Tensor, what: str = "input") -> torch.Tensor:
     """int64 -> int32, never truncating. On CUDA the check is an assertion on the device: it needs no wait for the GPU.
 
@@ -304,4 +318,4 @@ class _Code:
         return scan
 
 
-__all__ = ["Compiled", "compile_program", "narrow"]
+__all__ = ["Compiled", "compile_program", "narrow", "prepare"]

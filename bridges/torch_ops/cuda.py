@@ -10,12 +10,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from bridges.torch_ops import driver
 from bridges.torch_ops.dtypes import tensor_of, to_torch
+from isojax import precompile
+from isojax.aot import Binary
 from isojax.errors import InputError, Unavailable, Unsupported
 from isojax.kernel_plan import Allocate, Constant, Copy, Fill, KernelPlan, Launch, View, kernel_plan
 from isojax.lowering import canonical_asm
@@ -33,7 +37,7 @@ def region_function(region: Region, avals: Sequence[Any], statics: Mapping[str, 
 
     Raises: Unsupported; Unavailable without the CUDA plug-in, or when it is not built yet while a graph is captured.
     """
-    key = (region, device, tuple(sorted(statics.items())), tuple((tuple(a.shape), str(a.dtype)) for a in avals))
+    key = _key(region, avals, statics, device)
     if key not in _launchers:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in avals)
@@ -43,6 +47,31 @@ def region_function(region: Region, avals: Sequence[Any], statics: Mapping[str, 
             )
         _launchers[key] = Launcher(kernel_plan(region, avals, dict(statics)), device)
     return _launchers[key]
+
+
+def _key(region: Region, avals: Sequence[Any], statics: Mapping[str, Any], device: torch.device) -> Any:
+    return region, device, tuple(sorted(statics.items())), tuple((tuple(a.shape), str(a.dtype)) for a in avals)
+
+
+def prepare(calls: Sequence[tuple[Region, Sequence[Any], Mapping[str, Any]]], device: torch.device) -> None:
+    """Build the launchers of many region calls at once, from kept files where there are any (isojax.precompile).
+
+    What cannot be kept is left to region_function. Tuning and gates do not come here: they compile what they look at.
+    With ISOJAX_KEEP=0 in the environment nothing is kept or read: every kernel is compiled where it is launched.
+    """
+    if os.environ.get("ISOJAX_KEEP") == "0":
+        return
+    wanted = {}
+    for region, avals, statics in calls:
+        key = _key(region, avals, statics, device)
+        if key not in _launchers and precompile.keepable(region):
+            region.check("sm90", avals, statics)
+            wanted[key] = precompile.Call.of(region, avals, statics)
+    now = precompile.state()
+    failed = precompile.ahead(wanted.values(), now)
+    for key, call in wanted.items():
+        if call not in failed and (plan := precompile.kept(call, now)) is not None:
+            _launchers[key] = Launcher(plan, device)
 
 
 class Launcher:
@@ -57,7 +86,7 @@ class Launcher:
         plan: KernelPlan,
         device: torch.device,
         *,
-        load: Callable[[bytes, torch.device], Kernel] | None = None,
+        load: Callable[[Any, torch.device], Kernel] | None = None,
         stream: Callable[[int], int] | None = None,
     ):
         self.plan, self.device = plan, device
@@ -168,16 +197,20 @@ def _source(plan: KernelPlan, index: int, device: torch.device, load: Any, scope
     return "\n    ".join([head, *lines, f"return ({outputs})"]) + "\n"
 
 
-def load_kernel(module: bytes, device: torch.device) -> Kernel:
-    """Compile and load one Mosaic module on a device; the same kernel is loaded once per process.
+def load_kernel(module: bytes | Binary, device: torch.device) -> Kernel:
+    """Compile and load one Mosaic module on a device, or load its kept code; each is loaded once per process.
 
     Raises: Unavailable without the CUDA plug-in, or where the compiler fails.
     """
-    digest = hashlib.sha256(canonical_asm(module).encode()).hexdigest()
+    kept = isinstance(module, Binary)
+    digest = hashlib.sha256(repr(module).encode() if kept else canonical_asm(module).encode()).hexdigest()
     key = (device.index, digest)
     if key not in _kernels:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's primary context current
+            if kept:
+                _kernels[key] = driver.load(module)
+                return _kernels[key]
             handle = _plugin().MosaicGpuCompile(module, len(module))
         if not handle:
             raise Unavailable("MosaicGpuCompile failed; is nvidia-cuda-nvcc installed, and the driver for CUDA 13?")

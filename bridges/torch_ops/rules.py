@@ -19,6 +19,7 @@ from isojax.program import Step
 
 Rule = Callable[[Step, torch.device], Callable[..., Any]]
 RULES: dict[str, Rule] = {}
+WIDEST = 16  # bytes of torch's largest element
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -191,10 +192,20 @@ def scatter(s: Step, inplace: bool) -> Callable[..., torch.Tensor]:
     def put(x, i, v):
         x = x if inplace else x.clone()
         if n == 1:
-            return x.index_copy_(0, i.reshape(-1), v.reshape(-1, *x.shape[1:]))
+            rows, new = _wide(x, v.reshape(-1, *x.shape[1:]))
+            rows.index_copy_(0, i.reshape(-1), new)
+            return x
         return x.index_put_(tuple(i.unbind(-1)), v)
 
     return put
+
+
+def _wide(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The same rows as 16-byte elements where that can be: torch copies an element a thread, whatever its size."""
+    row = xs[0].nbytes // max(len(xs[0]), 1)
+    if row % WIDEST or not row or any(not x.is_contiguous() or x.data_ptr() % WIDEST for x in xs):
+        return xs
+    return tuple(x.view(len(x), -1).view(torch.complex128) for x in xs)
 
 
 @rule("convert_element_type")

@@ -4,13 +4,14 @@
 
 The same engine as a server:
 
-    VLLM_USE_V2_MODEL_RUNNER=0 vllm serve path/to/checkpoint \
+    vllm serve path/to/checkpoint \
         --hf-overrides '{"architectures": ["IsoForCausalLM"]}' \
         --worker-cls bridges.vllm.worker.IsoWorker \
         --dtype bfloat16 \
         --additional-config '{"isojax": {"contract": "/absolute/path.json"}}'
 
-with `--enforce-eager` on CPU, and on CUDA `--compilation-config` with the JSON of `graphs(max_num_batched_tokens)`.
+with VLLM_USE_V2_MODEL_RUNNER=0 and `--enforce-eager` on CPU, and on CUDA `--compilation-config` with the JSON of
+`graphs(max_num_batched_tokens, max_num_seqs)`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from bridges.vllm import environment
 from bridges.vllm.adapter import KEY
 from bridges.vllm.plugin import ARCHITECTURE
 from isojax import doctor
-from isojax.batch import bucket
+from isojax.batch import buckets
 from isojax.errors import ConfigError
 
 WORKER = "bridges.vllm.worker.IsoWorker"
@@ -34,18 +35,15 @@ SIZES = {  # vLLM's own defaults make the profiling run of a CPU engine take min
 }
 
 
-def buckets(rows: int, arch: str) -> list[int]:
-    """Every bucket up to `rows`, ascending."""
-    found = [bucket(1, arch)]
-    while (larger := bucket(found[-1] + 1, arch)) <= rows:
-        found.append(larger)
-    return [b for b in found if b <= rows]
+def graphs(max_num_batched_tokens: int, max_num_seqs: int) -> dict[str, Any]:
+    """compilation_config for FULL CUDA graphs, one per bucket and kind of step: no torch.compile, nothing piecewise.
 
-
-def graphs(max_num_batched_tokens: int) -> dict[str, Any]:
-    """compilation_config for one FULL CUDA graph per bucket: no torch.compile, nothing piecewise."""
-    sizes = sorted({*buckets(max_num_batched_tokens, "sm90"), max_num_batched_tokens})
-    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sizes}
+    The largest decode and the largest mixed step have a graph too where they are no bucket.
+    """
+    sizes = {*buckets(max_num_batched_tokens, "sm90"), max_num_batched_tokens}
+    if max_num_seqs <= max_num_batched_tokens:
+        sizes.add(max_num_seqs)
+    return {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": sorted(sizes)}
 
 
 def engine_args(
@@ -83,7 +81,7 @@ def engine_args(
     if arch == "cpu":
         args.setdefault("enforce_eager", True)
     elif not args.get("enforce_eager"):
-        args.setdefault("compilation_config", graphs(args["max_num_batched_tokens"]))
+        args.setdefault("compilation_config", graphs(args["max_num_batched_tokens"], args["max_num_seqs"]))
     extra = dict(overrides.get("additional_config") or {})
     if contract is not None or identities is not None:
         path = None if contract is None else str(Path(contract).resolve())  # workers may run elsewhere
@@ -94,5 +92,6 @@ def engine_args(
 def _arch() -> str:
     import torch
 
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # so that vLLM may fork its engine afterwards
     forced = os.environ.get("VLLM_TARGET_DEVICE") == "cpu"
     return "sm90" if torch.cuda.is_available() and not forced else "cpu"

@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 
 COMMON = {
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # one sampler class on CPU and GPU: the V2 runner has its own on CUDA
     "VLLM_HOST_IP": "127.0.0.1",
     "VLLM_NO_USAGE_STATS": "1",
 }
 CPU = {
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # the V2 runner needs Triton and CUDA
     "TORCH_COMPILE_DISABLE": "1",  # half a minute of g++ for helpers of the sampler
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
     "JAX_PLATFORMS": "cpu",

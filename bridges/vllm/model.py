@@ -14,6 +14,7 @@ from bridges.vllm import supported
 from bridges.vllm.layer import IsoAttention
 from bridges.vllm.programs import Programs
 from bridges.vllm.step import Arrays, Step
+from isojax import batch as batches
 from isojax.errors import CheckpointError, Unavailable
 from isojax.model import dense, layout, rope
 from isojax.model.config import from_hf
@@ -63,6 +64,13 @@ class IsoForCausalLM(nn.Module):
             raise CheckpointError(f"the checkpoint lacks {len(absent)} tensors, the first is {absent[0]}; complete it")
         return {name for name, _ in self.named_parameters()}
 
+    @staticmethod
+    def get_model_state_cls() -> type:
+        """What vLLM's V2 model runner asks for; imported where it is asked, since that runner needs Triton and CUDA."""
+        from bridges.vllm.v2 import IsoModelState
+
+        return IsoModelState
+
     # -- a step -----------------------------------------------------------------------------------------------------
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         raise Unavailable("IsoForCausalLM embeds inside its Program; send token ids, not embeddings")
@@ -95,10 +103,15 @@ class IsoForCausalLM(nn.Module):
         first = self.attention[0]
         if metadata and first.bound:
             arrays = metadata[first.name].arrays
-            if len(arrays.tokens) != len(self.step.arrays(rows).tokens):
+            if len(arrays.tokens) != batches.bucket(rows, self.arch):
                 raise ValueError(f"metadata for {len(arrays.tokens)} rows, but {rows} are run")
             return arrays, [layer.kv_cache for layer in self.attention]
         return self.step.idle(rows), self._idle_caches()
+
+    @property
+    def cache_shape(self) -> tuple[int, ...]:
+        """Of a layer's paged cache, once vLLM has bound it."""
+        return tuple(self.attention[0].kv_cache.shape)
 
     def _idle_caches(self) -> list[torch.Tensor]:
         """What a run without requests writes into: vLLM's caches, or one block a layer before they exist."""
@@ -106,11 +119,14 @@ class IsoForCausalLM(nn.Module):
             return [layer.kv_cache for layer in self.attention]
         if self._scratch is None:
             c = self.iso_config
-            shape = (1, self._block, c.kv_heads, 2 * c.head_dim)
-            self._scratch = [
-                torch.zeros(shape, dtype=DTYPES[c.dtype], device=self.step.device) for _ in range(c.layers)
-            ]
+            new = lambda: torch.zeros(self.idle_shape, dtype=DTYPES[c.dtype], device=self.step.device)
+            self._scratch = [new() for _ in range(c.layers)]
         return self._scratch
+
+    @property
+    def idle_shape(self) -> tuple[int, ...]:
+        """Of what stands for a layer's cache before there is one: a single block."""
+        return 1, self._block, self.iso_config.kv_heads, 2 * self.iso_config.head_dim
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """fp32 logits [n, V], not rounded. Raises Unavailable where the log-probabilities would be vLLM's own."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import torch
 
-from bridges.torch_ops import Compiled, compile_program
+from bridges.torch_ops import Compiled, compile_program, prepare
 from bridges.vllm.step import Arrays, Step
 from isojax import batch as batches
 from isojax import program
@@ -41,13 +41,14 @@ class Programs:
         self.flat = [params[name] for name in sorted(self.specs)]  # JAX flattens a dict in the order of its keys
         self.head = params["embed" if config.tied else "head"]
         self._compiled: dict[Any, Compiled] = {}
+        self._ones: dict[int, torch.Tensor] = {}
 
     # -- hidden states ----------------------------------------------------------------------------------------------
-    def trace_hidden(self, rows: int, cache: Sequence[int]) -> program.Program:
-        """The Program of a bucket over caches of shape [blocks, block, Hkv, 2 D]."""
-        c, a = self.config, self.step.arrays(rows)
-        index = {name: _int(*getattr(a, name).shape) for name in a._fields if name != "tokens"}
-        batch = dense.Batch(rope=_float(*self.rope.shape), tile=self.step.tile, **index)
+    def trace_hidden(self, a: Arrays, cache: Sequence[int]) -> program.Program:
+        """The Program of a bucket and kind of step over caches of shape [blocks, block, Hkv, 2 D]."""
+        c = self.config
+        index = {name: _int(*getattr(a, name).shape) for name in a._fields if name not in ("tokens", "tile")}
+        batch = dense.Batch(rope=_float(*self.rope.shape), tile=a.tile, **index)
         caches = [jax.ShapeDtypeStruct(tuple(cache), jnp.dtype(c.dtype)) for _ in range(c.layers)]
 
         def hidden(params: Any, tokens: Any, batch: Any, caches: Any) -> Any:
@@ -57,40 +58,57 @@ class Programs:
 
     def hidden(self, tokens: torch.Tensor, a: Arrays, caches: Sequence[torch.Tensor]) -> torch.Tensor:
         """Final hidden states [T, D]; writes this step's keys and values into `caches`."""
-        shape = tuple(caches[0].shape)
-        run = self._get(("hidden", len(tokens), shape), lambda: self.trace_hidden(len(tokens), shape), len(caches))
-        return run(*self.flat, tokens, *a[1:5], self.rope, *a[5:], *caches)[0]
+        run = self._hidden(a, tuple(caches[0].shape))
+        return run(*self.flat, tokens, *a[1:5], self.rope, *a[5:7], *caches)[0]
+
+    def _hidden(self, a: Arrays, cache: tuple[int, ...]) -> Compiled:
+        key = ("hidden", len(a.tokens), a.tile, cache)
+        return self._get(key, lambda: self.trace_hidden(a, cache), self.config.layers)
 
     # -- the head ---------------------------------------------------------------------------------------------------
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """fp32 logits [n, V] of n rows."""
-
-        def trace(t: int) -> program.Program:
-            c = self.config
-            specs = [jax.ShapeDtypeStruct(s, jnp.dtype(c.dtype)) for s in ((t, c.hidden), (c.vocab, c.hidden))]
-            return program.trace(lambda h, w: head.logits(h, w), *specs)
-
-        return self._rows("logits", trace, hidden, lambda t: self.head)
+        return self._rows("logits", hidden, self.head)
 
     def logprobs(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [n, V] over the whole vocabulary at temperature 1."""
+        t = batches.bucket(len(logits), self.arch)
+        if t not in self._ones:
+            self._ones[t] = torch.ones(t, device=logits.device)
+        return self._rows("logprobs", logits, self._ones[t])
 
-        def trace(t: int) -> program.Program:
-            specs = _float(t, self.config.vocab), _float(t)
-            return program.trace(lambda z, inverse: head.logprob_rows(z, inverse), *specs)
+    def _trace_head(self, name: str, t: int) -> program.Program:
+        c = self.config
+        if name == "logits":
+            specs = [jax.ShapeDtypeStruct(s, jnp.dtype(c.dtype)) for s in ((t, c.hidden), (c.vocab, c.hidden))]
+            return program.trace(lambda h, w: head.logits(h, w), *specs)
+        return program.trace(lambda z, inverse: head.logprob_rows(z, inverse), _float(t, c.vocab), _float(t))
 
-        return self._rows("logprobs", trace, logits, lambda t: torch.ones(t, device=logits.device))
-
-    def _rows(
-        self, name: str, trace: Callable[[int], Any], x: torch.Tensor, other: Callable[[int], torch.Tensor]
-    ) -> torch.Tensor:
+    def _rows(self, name: str, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         n = len(x)
         t = batches.bucket(n, self.arch)
-        if t != n:
-            x = torch.nn.functional.pad(x, (0, 0, 0, t - n))
-        return self._get((name, t), lambda: trace(t))(x, other(t))[0][:n]
+        run = self._get((name, t), lambda: self._trace_head(name, t))
+        return run(_padded(x, t), other)[0][:n]
 
     # -- compiling --------------------------------------------------------------------------------------------------
+    def prepare(self, steps: Iterable[tuple[int, bool]], sampled: int, cache: Sequence[int]) -> None:
+        """Compile what an engine will run: (rows, decode) steps, and the head for up to `sampled` rows.
+
+        cache: the shape of a layer's paged cache. The kernels of all Programs are compiled together.
+        """
+        shape, layers = tuple(cache), self.config.layers
+        wanted: dict[Any, tuple[Callable[[], program.Program], int]] = {}
+        for rows, decode in steps:
+            a = self.step.arrays(rows, decode)
+            wanted["hidden", len(a.tokens), a.tile, shape] = lambda a=a: self.trace_hidden(a, shape), layers
+        for t in batches.buckets(batches.bucket(sampled, self.arch), self.arch):
+            for name in ("logits", "logprobs"):
+                wanted[name, t] = lambda name=name, t=t: self._trace_head(name, t), 0
+        traced = {key: trace() for key, (trace, _) in wanted.items() if key not in self._compiled}
+        prepare(list(traced.values()), self.arch, self.rope.device)
+        for key, found in traced.items():
+            self._get(key, lambda found=found: found, wanted[key][1])
+
     def _get(self, key: Any, trace: Callable[[], program.Program], donated: int = 0) -> Compiled:
         if key not in self._compiled:
             traced = trace()
@@ -102,5 +120,18 @@ class Programs:
     def regions(self) -> list[str]:
         """Every region that a step can call, head included."""
         one = [1, 16, self.config.kv_heads, 2 * self.config.head_dim]
-        used = set(self.trace_hidden(1, one).regions())
+        used = set(self.trace_hidden(self.step.arrays(1), one).regions())
         return sorted(used | {"head.logits", "head.logprob_rows"})
+
+
+def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
+    """x with `rows` rows: those that follow it in its own memory where there are enough, else zeros.
+
+    Rows are independent, so whatever numbers lie in the padding change nothing.
+    """
+    if len(x) == rows:
+        return x
+    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    if x.is_contiguous() and room >= rows * x.shape[1]:
+        return x.as_strided((rows, x.shape[1]), x.stride())
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))

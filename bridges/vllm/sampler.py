@@ -23,7 +23,7 @@ class IsoSampler(Sampler):
     """
 
     def __init__(self, programs: Programs, which: Callable[[], tuple[Sequence[str], Sequence[int]]], mode: str = RAW):
-        _check(mode)
+        check_mode(mode)
         super().__init__(mode)  # type: ignore[arg-type]
         self.programs, self.which = programs, which
         self.tap: Tap | None = None
@@ -38,13 +38,14 @@ class IsoSampler(Sampler):
         predict_bonus_token: bool = False,
         logprobs_mode_override: Any = None,
     ) -> Any:
-        _check(logprobs_mode_override or RAW)
+        check_mode(logprobs_mode_override or RAW)
         if self.tap is not None:
             self.tap.record(*self.which(), self.compute_logprobs(logits))
         return super().forward(logits, sampling_metadata, predict_bonus_token, logprobs_mode_override)
 
 
-def _check(mode: str) -> None:
+def check_mode(mode: str) -> None:
+    """Raises ConfigError for a logprobs mode that is not covered."""
     if mode != RAW:
         raise ConfigError(
             f"logprobs_mode = {mode!r} is not supported by IsoForCausalLM; allowed: {RAW}; omit the option"

@@ -1,11 +1,13 @@
 """The arrays of one engine step, in buffers that never move: a CUDA graph reads their next contents when it replays.
 
 A bucket of T rows uses the first T rows of each buffer and the first `requests(T)` requests, so T alone decides every
-shape and one compiled Program (or captured graph) serves decode, prefill and mixed steps.
+shape. A step with one row in every request may run the decode kernels of attn.core (`Arrays.tile` 1), any step the
+many-row ones. Where every request has one row both kinds read the same work list, so the buffers fit either graph.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +15,9 @@ import torch
 
 from isojax import batch as batches
 from isojax.pallas_kernels.attn import work
+
+STAGES = 4  # host copies of the control words in flight: more than the steps that vLLM runs ahead of the GPU
+ALIGN = 4  # int32 words: a kernel's operand starts at a multiple of 16 bytes
 
 
 class Arrays(NamedTuple):
@@ -25,34 +30,43 @@ class Arrays(NamedTuple):
     work: torch.Tensor
     table: torch.Tensor
     slots: torch.Tensor
+    tile: int
 
 
 class Step:
-    """Buffers for at most `rows` rows in `seqs` requests of `blocks` cache blocks each."""
+    """Buffers for at most `rows` rows in `seqs` requests of `blocks` cache blocks each.
+
+    Attributes: `decode` says which kind of step to prepare while a graph is captured; None reads it off the metadata.
+    """
 
     def __init__(self, arch: str, group: int, rows: int, seqs: int, blocks: int, device: torch.device):
         self.arch, self.seqs, self.device = arch, seqs, device
-        self.tile = work.tile_rows(arch, group)
+        self.tile, self.decode_tile = work.tile_rows(arch, group), work.tile_rows(arch, group, longest=1)
+        self.decode: bool | None = None
         t = batches.bucket(rows, arch)
         r = self.requests(t)
+        new = lambda *shape: torch.zeros(shape, dtype=torch.int32, device=device)
         # the capacity of a work list grows with T and with the requests, which never fall as T grows
-        shapes = [(t,), (t,), (r + 1,), (r,), (work.capacity(t, r, self.tile), 2), (r, blocks), (t,)]
-        self._whole = Arrays(*(torch.zeros(s, dtype=torch.int32, device=device) for s in shapes))
-        self._views: dict[int, Arrays] = {}
+        items = max(work.capacity(t, r, self.tile), batches.bucket(min(rows, seqs), arch))
+        # what the host computes lies in one buffer, so that one copy brings it
+        self._control = _Control((r + 1, r, 2 * items), device)
+        cu_q, lens, flat = self._control.views
+        self._whole = Arrays(new(t), new(t), cu_q, lens, flat.view(items, 2), new(r, blocks), new(t), self.tile)
+        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+        self._views: dict[tuple[int, int], Arrays] = {}
 
     def requests(self, rows: int) -> int:
         """Requests that a bucket of `rows` rows has room for."""
         return batches.request_bucket(min(rows, self.seqs))
 
-    def arrays(self, rows: int) -> Arrays:
+    def arrays(self, rows: int, decode: bool = False) -> Arrays:
         """The views of the bucket that holds `rows` rows: the same tensor objects each time."""
-        t = batches.bucket(rows, self.arch)
-        if t not in self._views:
-            r = self.requests(t)
-            whole, capacity = self._whole, work.capacity(t, r, self.tile)
-            lengths = (t, t, r + 1, r, capacity, r, t)
-            self._views[t] = Arrays(*(x[:n] for x, n in zip(whole, lengths, strict=True)))
-        return self._views[t]
+        t, tile = batches.bucket(rows, self.arch), self.decode_tile if decode else self.tile
+        if (t, tile) not in self._views:
+            r, whole = self.requests(t), self._whole[:-1]
+            lengths = (t, t, r + 1, r, work.capacity(t, r, tile), r, t)
+            self._views[t, tile] = Arrays._make([*(x[:n] for x, n in zip(whole, lengths, strict=True)), tile])
+        return self._views[t, tile]
 
     def fill(self, common: Any) -> Arrays:
         """Take over vLLM's CommonAttentionMetadata. Nothing here waits for the GPU.
@@ -60,33 +74,57 @@ class Step:
         Rows past the last request write into block 0, which is nobody's, and belong to no attention tile.
         """
         n, r = common.num_actual_tokens, common.num_reqs
-        a = self.arrays(n)
+        a = self.arrays(n, common.max_query_len <= 1 if self.decode is None else self.decode)
         a.positions[:n].copy_(common.positions[:n], non_blocking=True)
-        a.positions[n:].zero_()
-        a.slots[:n].copy_(common.slot_mapping[:n], non_blocking=True)
-        a.slots[:n].clamp_(min=0)  # vLLM marks padding rows with -1
-        a.slots[n:].zero_()
+        torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])  # vLLM marks padding rows with -1
+        if n < len(a.slots):
+            a.positions[n:].zero_()
+            a.slots[n:].zero_()
         width = min(a.table.shape[1], common.block_table_tensor.shape[1])
         a.table[:r, :width].copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
         query = np.diff(starts)
+        cu_q, lens, items = self._control.stage()
+        cu_q[: r + 1], cu_q[r + 1 :] = starts, starts[-1]
         # exact without speculative decoding; vLLM's dummy batches, though, may have more new tokens than tokens
-        lens = np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query)
-        self._send(a.cu_q, batches.pad(starts.astype(np.int32), len(a.cu_q), starts[-1]))
-        self._send(a.lens, batches.pad(lens.astype(np.int32), len(a.lens)))
-        self._send(a.work, work.work_list(query, self.tile, len(a.work)))
+        lens[:r], lens[r:] = np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query), 0
+        items[:] = work.work_list(query, self.tile, len(items) // 2).reshape(-1)
+        self._control.send()
         return a
 
     def idle(self, rows: int) -> Arrays:
         """A bucket without any request: what a profiling run computes before there is a cache."""
         a = self.arrays(rows)
-        for x in a:
+        for x in a[:-1]:
             x.zero_()
         a.work[:, 0] = -1
         return a
 
-    def _send(self, to: torch.Tensor, host: np.ndarray) -> None:
-        source = torch.from_numpy(host)
-        if self.device.type == "cuda":
-            source = source.pin_memory()  # torch keeps the pages until the copy has run
-        to.copy_(source, non_blocking=True)
+
+class _Control:
+    """Int32 words in one device buffer that never moves, sent whole from a ring of pinned host buffers."""
+
+    def __init__(self, sizes: tuple[int, ...], device: torch.device):
+        starts = list(itertools.accumulate((-(-n // ALIGN) * ALIGN for n in sizes), initial=0))
+        cut = lambda x: [x[a : a + n] for a, n in zip(starts, sizes, strict=False)]
+        cuda = device.type == "cuda"
+        self._device = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self.views = cut(self._device)
+        # device="cpu": vLLM builds its model under the GPU as torch's default device
+        host = lambda: torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=cuda)
+        self._hosts = [host() for _ in range(STAGES if cuda else 1)]
+        self._parts = [cut(h.numpy()) for h in self._hosts]
+        self._sent = [torch.cuda.Event() for _ in self._hosts] if cuda else []
+        self._at = 0
+
+    def stage(self) -> list[np.ndarray]:
+        """The next host buffer's parts, to be overwritten: its last copy has run."""
+        self._at = (self._at + 1) % len(self._hosts)
+        if self._sent:
+            self._sent[self._at].synchronize()  # recorded STAGES steps ago
+        return self._parts[self._at]
+
+    def send(self) -> None:
+        self._device.copy_(self._hosts[self._at], non_blocking=True)
+        if self._sent:
+            self._sent[self._at].record()

@@ -1,13 +1,16 @@
-"""The worker that vLLM starts by `worker_cls`: the platform's own, with our sampler and our contract."""
+"""The worker that vLLM starts by `worker_cls`: the platform's own, with our sampler, graphs and contract."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from vllm.platforms import current_platform
 
 from bridges.vllm import adapter as adapters
+from bridges.vllm.graphs import IsoDispatcher, manager
 from bridges.vllm.model import IsoForCausalLM
 from bridges.vllm.sampler import IsoSampler
 from bridges.vllm.tap import Tap
@@ -19,17 +22,27 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
+def coarse(memory: int, block: int) -> int:
+    """At most `memory` bytes: a number of blocks of `block` bytes with six significant bits; 3% are lost at most."""
+    blocks = memory // block
+    step = 1 << max(0, blocks.bit_length() - 6)
+    return blocks // step * step * block
+
+
 class IsoWorker(PlatformWorker):  # type: ignore[misc, valid-type]  # one of two, by platform
     """Methods named iso_* are for `LLM.collective_rpc`; they take and return plain values.
 
-    Raises: Unavailable with the V2 model runner, whose sampler on CUDA is another one.
+    Runs vLLM's V1 model runner, and on CUDA its V2 runner too. Attributes: `seconds`, what our part of a start took.
+    Raises: Unavailable with the V2 runner on CPU.
     """
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
-        if vllm_config.use_v2_model_runner:
-            raise Unavailable("IsoWorker runs vLLM's V1 model runner; set VLLM_USE_V2_MODEL_RUNNER=0 before the start")
+        self.v2 = bool(vllm_config.use_v2_model_runner)
+        if self.v2 and current_platform.is_cpu():
+            raise Unavailable("vLLM's V2 model runner needs CUDA; set VLLM_USE_V2_MODEL_RUNNER=0 before the start")
         super().__init__(vllm_config, *args, **kwargs)
         self.adapter: Any = None
+        self.seconds: dict[str, float] = {}
 
     @property
     def iso_model(self) -> IsoForCausalLM:
@@ -42,29 +55,56 @@ class IsoWorker(PlatformWorker):  # type: ignore[misc, valid-type]  # one of two
         return model
 
     def load_model(self, **kwargs: Any) -> None:
-        """Load the weights, install the contract, replace the sampler."""
+        """Load the weights, install the contract, replace the sampler and, of the V1 runner, the graphs' dispatcher."""
         super().load_model(**kwargs)
+        model, runner = self.iso_model, self.model_runner
+        with self._timed("contract"):
+            self.adapter = adapters.install(self.vllm_config, model.programs.regions(), model.arch)
+        if self.v2:  # its sampler came through the model (bridges.vllm.v2)
+            from bridges.vllm.v2 import IsoPromptLogprobs
+
+            runner.prompt_logprobs_worker = IsoPromptLogprobs(runner.max_num_reqs, model.programs)
+            return
+        mode = self.model_config.logprobs_mode
+        model.sampler = runner.sampler = IsoSampler(model.programs, self._sampled, mode)
+        runner.cudagraph_dispatcher = IsoDispatcher(self.vllm_config)
+
+    def determine_available_memory(self) -> int:
+        """Bytes for the caches, cut to a coarse number of blocks.
+
+        The number of blocks is a shape that attention is compiled for, and what is free differs between starts.
+        """
         model = self.iso_model
-        self.adapter = adapters.install(self.vllm_config, model.programs.regions(), model.arch)
-        model.sampler = self.model_runner.sampler = IsoSampler(
-            model.programs, self._sampled, self.model_config.logprobs_mode
-        )
+        if model.arch != "cpu":  # the profiling run computes the largest step, and samples
+            sizes = self.vllm_config.scheduler_config
+            with self._timed("kernels to profile"):
+                programs, rows = model.programs, sizes.max_num_batched_tokens
+                programs.prepare([(rows, False)], min(rows, sizes.max_num_seqs), model.idle_shape)
+        specs = [layer.get_kv_cache_spec(self.vllm_config) for layer in model.attention]
+        return coarse(super().determine_available_memory(), sum(s.page_size_bytes for s in specs))
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """Bind the caches; of the V2 runner, replace the graphs' manager."""
+        super().initialize_from_config(kv_cache_config)
+        if self.v2:
+            self.model_runner.cudagraph_manager = manager(self.model_runner, self.iso_model.step)
 
     def compile_or_warm_up_model(self) -> Any:
-        """Compile every bucket that a CUDA graph will hold before the first capture: compiling synchronises."""
+        """Compile everything that a CUDA graph will hold before the first capture: compiling synchronises."""
         sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or []
-        for rows in sizes:
-            self._warm_up(rows)
-        return super().compile_or_warm_up_model()
+        if sizes:
+            most = self.vllm_config.scheduler_config.max_num_seqs
+            steps = [(rows, decode) for rows in sizes for decode in (False, True) if rows <= most or not decode]
+            with self._timed("kernels"):
+                self.iso_model.programs.prepare(steps, most, self.iso_model.cache_shape)
+        with self._timed("graphs and warm-up"):
+            return super().compile_or_warm_up_model()
 
-    def _warm_up(self, rows: int) -> None:
-        from vllm.config import CUDAGraphMode
-
-        runner = self.model_runner
-        _, last = runner._dummy_run(
-            rows, cudagraph_runtime_mode=CUDAGraphMode.NONE, force_attention=True, skip_eplb=True
-        )
-        self.iso_model.programs.logprobs(self.iso_model.compute_logits(last))
+    @contextmanager
+    def _timed(self, what: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds[what] = round(time.perf_counter() - started, 2)
 
     def _sampled(self) -> tuple[list[str], list[int]]:
         runner = self.model_runner
@@ -95,6 +135,14 @@ class IsoWorker(PlatformWorker):  # type: ignore[misc, valid-type]  # one of two
 
     def iso_counts(self) -> dict[str, int]:
         """forwards: steps computed by Python; graphs: CUDA graphs captured."""
-        graphs = getattr(self.model_runner.model, "concrete_cudagraph_entries", {})
-        captured = sum(entry.cudagraph is not None for entry in graphs.values())
+        runner = self.model_runner
+        if self.v2:
+            captured = len(runner.cudagraph_manager.graphs)
+        else:
+            graphs = getattr(runner.model, "concrete_cudagraph_entries", {})
+            captured = sum(entry.cudagraph is not None for entry in graphs.values())
         return {"forwards": self.iso_model.forwards, "graphs": captured}
+
+    def iso_seconds(self) -> dict[str, float]:
+        """What our part of the start took: installing the contract, compiling, capturing graphs."""
+        return self.seconds

@@ -1,11 +1,13 @@
 """Speed of a region's kernel against a native peer and against the floor, all measured in one run.
 
-A region's maker, registered with `@region.bench_cases`, is `fn() -> list[BenchCase]`. The floor of a case is the
-larger of its bytes over the copy bandwidth and its flops over the matmul rate, both measured on the same device.
+A region's maker, registered with `@region.bench_cases`, is `fn() -> list[BenchCase]`; the models' shapes come from
+isojax.gates.shapes. The floor of a case is the larger of its bytes over the copy bandwidth and its flops over the
+matmul rate, both measured on the same device. `isojax bench kernels` runs all of them (isojax.bench).
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +21,12 @@ from isojax import region as regions
 from isojax.errors import RegionError, Unavailable
 
 _DTYPES = {"bf16": jnp.bfloat16, "f32": jnp.float32, "i32": jnp.int32}
-FLUSH_BYTES = 1 << 29  # written before each timing: empties the L2, and hides the host's launch time behind it
+# Read before each timing: it empties the L2, and hides the host's launch time behind it. Not written: the timed kernel
+# would pay for writing back an L2 full of dirty lines (measured on an H200: 22.7 us where 17.6 us are its own).
+FLUSH_BYTES = 1 << 29
 REPEATS = 30
+LONG_US, LONG_REPEATS = 10_000, 10  # what runs this long is timed less often
+FAR = 0.02  # relative L2 distance from the peer at which a kernel counts as wrong; bf16 peers come within 0.005
 
 
 class Operand(NamedTuple):
@@ -46,17 +52,33 @@ class Operand(NamedTuple):
             return torch.as_tensor(self.values, dtype=dtype, device=device).reshape(self.shape)
         if self.dtype == "i32":
             return torch.randint(self.high, self.shape, dtype=dtype, device=device)
-        return (torch.randn(self.shape, dtype=torch.float32, device=device) * self.scale).to(dtype)
+        return torch.randn(self.shape, dtype=dtype, device=device).mul_(self.scale)
+
+
+class Peer(NamedTuple):
+    """What a peer's maker returns where its name is not the case's `against`: which library was found, say."""
+
+    name: str
+    run: Callable[[], Any]
+
+    def __call__(self) -> Any:
+        return self.run()
 
 
 @dataclass(frozen=True)
 class BenchCase:
     """One shape.
 
+    name: unique within the region, and holds model, part and `at` for people, as in "Qwen3-8B qkv M1024".
     operands: Operand, or None where absent.
-    peer: given torch and the tensors, returns the native operation as a callable without arguments; what it may prepare
-      (weights in its own layout, compilation) is outside the timing. None where there is no peer.
+    peer: given torch and the tensors, returns the native operation as a callable without arguments (or a Peer); what it
+      may prepare (weights in its own layout, compilation) is outside the timing. None where there is no peer.
+    against: what the peer is, for people.
     bytes: what has to move at least, each operand and output once. flops: multiply-adds times two.
+    model, part, at: where the case stands in tables, plots and bars (isojax.bench.bars): "Qwen3-8B", "qkv", and one of
+      {"M": 1024} (rows of a batch), {"length": 4096} (causal attention), {"sequences": 64, "context": 2048} (decode).
+    comparable: the peer's outputs are ours in order and layout (ours may have more outputs, and rows of padding), so
+      that the two are compared before they are timed.
     """
 
     name: str
@@ -64,55 +86,132 @@ class BenchCase:
     bytes: int
     flops: int = 0
     statics: Mapping[str, Any] = field(default_factory=dict)
-    peer: Callable[..., Callable[[], Any]] | None = None
+    peer: Callable[..., Callable[[], Any] | Peer] | None = None
+    against: str = "torch"
+    model: str = ""
+    part: str = ""
+    at: Mapping[str, int] = field(default_factory=dict)
+    comparable: bool = True
+
+    def bound(self, region: regions.Region) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Avals of the present operands, and statics, as `region.bind` gives them."""
+        return region.bind(tuple(None if o is None else o.aval for o in self.operands), dict(self.statics))
+
+
+class Timing(NamedTuple):
+    """us: median. spread: interquartile range over the median."""
+
+    us: float
+    spread: float
+    repeats: int
 
 
 @dataclass(frozen=True)
 class BenchResult:
-    """Medians in microseconds. speedup: peer time over ours. efficiency: floor over ours."""
+    """Times in microseconds. peer: None where there is none. bytes_us, flops_us: the two floors.
+
+    memory: peak bytes beyond the operands, outputs included. distance: of ours from the peer's outputs, relative L2.
+    """
 
     name: str
-    us: float
-    floor_us: float
-    peer_us: float | None
+    ours: Timing
+    peer: Timing | None
+    bytes_us: float
+    flops_us: float
+    memory: int = 0
+    peer_memory: int | None = None
+    distance: float | None = None
+    against: str = ""
+
+    @property
+    def us(self) -> float:
+        return self.ours.us
+
+    @property
+    def peer_us(self) -> float | None:
+        return None if self.peer is None else self.peer.us
+
+    @property
+    def floor_us(self) -> float:
+        return max(self.bytes_us, self.flops_us)
 
     @property
     def speedup(self) -> float | None:
-        return None if self.peer_us is None else self.peer_us / self.us
+        return None if self.peer is None else self.peer.us / self.us
 
     @property
     def efficiency(self) -> float:
         return self.floor_us / self.us
 
 
+class FarFromPeer(RegionError):
+    """The kernel's outputs are not what its peer computes: its time means nothing."""
+
+
 # launch(region, avals, statics) -> callable on torch tensors (absent operands left out), returning all outputs
 Launch = Callable[[regions.Region, Sequence[Any], Mapping[str, Any]], Callable[..., Any]]
 
 
-def timer(torch: Any, device: Any) -> Callable[[Callable[[], Any]], float]:
-    """A function that gives the median time of a callable in microseconds, by CUDA events, with a cold L2."""
-    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+class Stopwatch:
+    """Median times of callables by CUDA events, each call with a cold L2.
 
-    def measure(fn: Callable[[], Any]) -> float:
+    Raises: Unavailable without CUDA, or where the flush could not empty the L2.
+    """
+
+    def __init__(self, torch: Any, device: Any):
+        if not torch.cuda.is_available():
+            raise Unavailable("benchmarks need a CUDA device")
+        self.torch, self.device = torch, device
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        if not 0 < 4 * l2 <= FLUSH_BYTES:
+            raise Unavailable(f"an L2 of {l2} bytes needs a larger flush than {FLUSH_BYTES} (isojax.gates.bench)")
+        self.flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)
+
+    def __call__(self, fn: Callable[[], Any]) -> float:
+        return self.among(fn)[0].us
+
+    def among(self, *fns: Callable[[], Any]) -> list[Timing]:
+        """Times of several callables, in turns, so that clocks and neighbours are the same for all."""
         for _ in range(3):
-            fn()
-        pairs = []
-        for _ in range(REPEATS):
-            flush.zero_()
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            fn()
-            stop.record()
-            pairs.append((start, stop))
-        torch.cuda.synchronize(device)
-        return statistics.median(a.elapsed_time(b) for a, b in pairs) * 1e3
+            pairs = [self._event(fn) for fn in fns]
+        self.torch.cuda.synchronize(self.device)
+        slowest = max(a.elapsed_time(b) for a, b in pairs) * 1e3
+        repeats = LONG_REPEATS if slowest > LONG_US else REPEATS
+        rounds = [[self._event(fn) for fn in fns] for _ in range(repeats)]
+        self.torch.cuda.synchronize(self.device)
+        return [summary([a.elapsed_time(b) * 1e3 for a, b in column]) for column in zip(*rounds, strict=True)]
 
-    return measure
+    def _event(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
+        self.flush.amax()
+        start, stop = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        fn()
+        stop.record()
+        return start, stop
+
+    def memory(self, fn: Callable[[], Any]) -> tuple[int, Any]:
+        """(peak bytes that one call allocates beyond what is there, its result)."""
+        cuda = self.torch.cuda
+        cuda.synchronize(self.device)
+        cuda.reset_peak_memory_stats(self.device)
+        before = cuda.memory_allocated(self.device)
+        out = fn()
+        cuda.synchronize(self.device)
+        return cuda.max_memory_allocated(self.device) - before, out
+
+
+timer = Stopwatch
+
+
+def summary(samples: Sequence[float]) -> Timing:
+    """Median and spread of at least two samples."""
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return Timing(middle, (high - low) / middle, len(samples))
 
 
 def rates(torch: Any, device: Any, measure: Callable[[Callable[[], Any]], float]) -> tuple[float, float]:
     """(bytes per us of a device copy, bf16 flops per us of torch.mm), the best that this device shows."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device).random_()
     target = torch.empty_like(source)
     copied = 2 * source.numel() / measure(lambda: target.copy_(source))
     n = 8192
@@ -120,27 +219,70 @@ def rates(torch: Any, device: Any, measure: Callable[[Callable[[], Any]], float]
     return copied, 2 * n**3 / measure(lambda: torch.mm(a, b))
 
 
+def distance(torch: Any, ours: Any, peer: Any) -> float:
+    """Largest relative L2 distance of the peer's outputs from ours; ours may have further outputs and rows.
+
+    Raises: RegionError where shapes do not correspond.
+    """
+    worst, norm = 0.0, torch.linalg.vector_norm
+    for i, p in enumerate(peer if isinstance(peer, (tuple, list)) else (peer,)):
+        o = ours[i]
+        if o.numel() != p.numel():
+            if o.shape[1:] != p.shape[1:] or len(o) < len(p):
+                shapes = f"{tuple(o.shape)}, the peer's {tuple(p.shape)}"
+                raise RegionError(f"output {i} has shape {shapes}; set comparable=False in its case")
+            o = o[: len(p)]
+        o, p = o.float().flatten(), p.float().flatten()
+        gap = float(norm(o - p) / norm(p))
+        worst = max(worst, gap if gap == gap else float("inf"))  # a NaN is far from anything
+    return worst
+
+
+def measure_case(
+    region: regions.Region, case: BenchCase, run: Callable[..., Any], watch: Stopwatch, bandwidth: float, flops: float
+) -> BenchResult:
+    """Compare one case with its peer and time both. run: launches the region on its present operands.
+
+    Raises: FarFromPeer where the kernel computes something else than its peer.
+    """
+    torch, device = watch.torch, watch.device
+    torch.manual_seed(0)
+    tensors = [None if o is None else o.tensor(torch, device) for o in case.operands]
+    ours: Callable[[], Any] = functools.partial(run, *[t for t in tensors if t is not None])
+    memory, outputs = watch.memory(ours)
+    peer_memory = gap = peer_time = None
+    against = ""
+    if case.peer is None:
+        del outputs
+        [time] = watch.among(ours)
+    else:
+        made = case.peer(torch, *tensors)
+        against, peer = made if isinstance(made, Peer) else (case.against, made)
+        peer()  # a library's workspace and first-call compilation are not its memory
+        peer_memory, theirs = watch.memory(peer)
+        if case.comparable:
+            gap = distance(torch, outputs, theirs)
+            if gap > FAR:
+                raise FarFromPeer(f"{region.name}/{case.name}: outputs are {gap:.2g} (relative L2) off the peer's")
+        del outputs, theirs
+        time, peer_time = watch.among(ours, peer)
+    return BenchResult(
+        f"{region.name}/{case.name}", time, peer_time, case.bytes / bandwidth, case.flops / flops,
+        memory, peer_memory, gap, against,
+    )  # fmt: skip
+
+
 def run_bench(name: str, device: Any, launch: Launch, match: str = "") -> list[BenchResult]:
     """Measure the cases of a region whose names match the regular expression `match`, on a CUDA device.
 
-    Raises: RegionError where the region is unknown or has no bench entry, Unavailable without CUDA.
+    Raises: RegionError where the region is unknown or has no bench entry, Unavailable without CUDA, FarFromPeer.
     """
     import torch
 
     region = regions.lookup(name)
     if region.bench is None:
         raise RegionError(f"region {name} has no bench entry; define one with @region.bench_cases")
-    if not torch.cuda.is_available():
-        raise Unavailable("benchmarks need a CUDA device")
-    measure = timer(torch, device)
-    bandwidth, flop_rate = rates(torch, device, measure)
-    results = []
-    for case in (c for c in region.bench() if re.search(match, c.name)):
-        tensors = [None if o is None else o.tensor(torch, device) for o in case.operands]
-        avals, statics = region.bind(tuple(None if o is None else o.aval for o in case.operands), dict(case.statics))
-        run, present = launch(region, avals, statics), [t for t in tensors if t is not None]
-        ours = measure(lambda run=run, present=present: run(*present))
-        peer = None if case.peer is None else measure(case.peer(torch, *tensors))
-        floor = max(case.bytes / bandwidth, case.flops / flop_rate)
-        results.append(BenchResult(f"{name}/{case.name}", ours, floor, peer))
-    return results
+    watch = Stopwatch(torch, device)
+    measured = rates(torch, device, watch)
+    chosen = [c for c in region.bench() if re.search(match, c.name)]
+    return [measure_case(region, c, launch(region, *c.bound(region)), watch, *measured) for c in chosen]

@@ -10,12 +10,24 @@ import pytest
 import torch
 
 from isojax.errors import RegionError, Unavailable
-from isojax.gates.bench import BenchResult, run_bench
-from isojax.region import REGISTRY, load_shipped, lookup
+from isojax.gates.bench import BenchResult, Timing, run_bench
+from isojax.region import REGISTRY, forget, load_shipped, lookup, region
 
 load_shipped()
 BENCHED = sorted(n for n, r in REGISTRY.items() if r.bench is not None)
-MINE = ("attn.prep", "embed.lookup", "grad.accumulate", "mlp.swiglu", "norms.add_rms", "norms.rms", "residual.add")
+MINE = (
+    "attn.prep",
+    "attn.prep_bwd",
+    "embed.lookup",
+    "grad.accumulate",
+    "mlp.swiglu",
+    "mlp.swiglu_bwd",
+    "norms.add_rms",
+    "norms.add_rms_bwd",
+    "norms.rms",
+    "norms.rms_bwd",
+    "residual.add",
+)
 
 
 def test_my_regions_are_benched():
@@ -58,10 +70,14 @@ def test_peer_computes_the_same(name):
 
 
 def test_refusals_and_ratios():
-    with pytest.raises(RegionError, match="no bench entry"):
-        run_bench("norms.rms_bwd", "cuda", lambda *_: lambda *_: None)
+    region("benchtest.plain")(lambda x: None)
+    try:
+        with pytest.raises(RegionError, match="no bench entry"):
+            run_bench("benchtest.plain", "cuda", lambda *_: lambda *_: None)
+    finally:
+        forget("benchtest.plain")
     if not torch.cuda.is_available():
         with pytest.raises(Unavailable):
             run_bench("norms.rms", "cuda", lambda *_: lambda *_: None)
-    result = BenchResult("x", us=10.0, floor_us=8.0, peer_us=12.0)
+    result = BenchResult("x", Timing(10.0, 0.0, 30), Timing(12.0, 0.0, 30), bytes_us=8.0, flops_us=1.0)
     assert (result.speedup, result.efficiency) == (1.2, 0.8)

@@ -187,7 +187,7 @@ class TestContract:
 class TestMachine:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="here the arch exists")
     @pytest.mark.parametrize(
-        "command", [["gate", "norms.rms", "--arch", "sm90"], ["parity", "--arch", "sm90"], ["bench"]]
+        "command", [["gate", "norms.rms", "--arch", "sm90"], ["parity", "--arch", "sm90"], ["bench", "kernels"]]
     )
     def test_sm90_without_a_gpu(self, isojax, command):
         refused(isojax(*command), "sm90", "Hopper")

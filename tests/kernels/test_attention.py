@@ -12,9 +12,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.lowering import fingerprint
-from isojax.pallas_kernels.attn import kernel_core_sm90 as kernels
+from isojax.pallas_kernels.attn import kernel_decode_sm90, kernel_prefill_sm90
+from isojax.pallas_kernels.attn.kernel_core_sm90 import shape_of
+from isojax.pallas_kernels.attn.kernel_decode_sm90 import decode
+from isojax.pallas_kernels.attn.kernel_prefill_sm90 import prefill
+from isojax.pallas_kernels.attn.tiles_sm90 import Shape
 from isojax.pallas_kernels.attn.work import tile_rows, work_list
 from isojax.region import lookup
+from isojax.schedule import KV_PARTITION
 
 CORE = lookup("attn.core")
 I32 = jnp.int32
@@ -93,11 +98,11 @@ def test_decode_matches_reference(heads, kv_heads, d):
     check(*batch((70, 1), (1, 1), heads, kv_heads, d, page=32, tile=1))
 
 
-def attend(args, statics, splits: int):
-    """The kernels with a given number of programs per row, in the interpreter."""
+def run(kernel, args, statics, **tuning):
+    """One of the two kernels with other tuning, in the interpreter."""
     q, kv, table, cu_q, lens, work = args
-    shape = kernels.shape_of(q, kv, table, work, statics["tile"])
-    call = lambda *a: kernels.attend(*a, scale=statics["scale"], shape=shape, splits=splits)
+    shape = shape_of(q, kv, table, work, statics["tile"])
+    call = lambda *a: kernel(*a, scale=statics["scale"], shape=shape, **tuning)
     params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with _Races() as races, plgpu.force_gpu_interpret_mode(params):
@@ -107,26 +112,42 @@ def attend(args, statics, splits: int):
 
 
 def test_ways_of_decoding_have_the_bits_of_many_rows():
-    """Three partitions: folded on the way, by two programs, by three; and as a one-row tile of the many-row kernel."""
-    lens = (2049, 1025)
+    """Three partitions: by one program, by three; rings of three and four places; and as a one-row tile of prefill."""
+    lens = (2 * KV_PARTITION + 1, KV_PARTITION + 1)
     args, statics = batch(lens, (1, 1), 2, 1, 64, page=128, tile=1)
-    want = attend(args, statics, 1)
-    many, tall = batch(lens, (1, 1), 2, 1, 64, page=128, tile=32)
+    want = run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(programs=1))
+    many, tall = batch(lens, (1, 1), 2, 1, 64, page=128, tile=64)
     many = (np.concatenate([args[0], np.full((62, 2, 64), np.nan, args[0].dtype)]), *many[1:])
-    for got in (attend(args, statics, 2), attend(args, statics, 3), attend(many, tall, 1)):
+    others = [
+        run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(places=4, programs=100)),
+        run(prefill, many, tall),
+    ]
+    for got in others:
         for g, w in zip(got, want, strict=True):
             assert g.tobytes() == w.tobytes()
     for got, ref in zip(want, reference(CORE, args, statics), strict=True):
         np.testing.assert_allclose(got.astype(np.float32), ref[:2].astype(np.float32), rtol=2.0**-7, atol=2.0**-9)
 
 
+@pytest.mark.parametrize("overlap,turns", ((True, False), (False, True), (False, False)))
+def test_tuning_of_prefill_changes_no_bits(overlap, turns):
+    args, statics = batch((300,), (40,), 2, 1, 64, page=32)
+    want = run(prefill, args, statics)
+    got = run(prefill, args, statics, tuning=kernel_prefill_sm90.Tuning(overlap=overlap, turns=turns))
+    assert [g.tobytes() for g in got] == [w.tobytes() for w in want]
+
+
+def test_a_group_of_one_head_fills_both_warpgroups_with_rows():
+    check(*batch((150,), (150,), 1, 1, 64))
+
+
 def test_the_way_of_decoding_follows_from_shapes():
-    shape = lambda items, positions, tile: kernels.Shape(256, 16, 8, 128, tile, 16, positions, items)
-    assert kernels.splits_of(shape(256, 4096, 1)) == 1  # the programs fill the GPU as they are
-    assert kernels.splits_of(shape(1, 1024, 1)) == 1  # one partition
-    assert kernels.splits_of(shape(1, 32768, 1)) == 32
-    assert kernels.splits_of(shape(16, 32768, 1)) == 5
-    assert kernels.splits_of(shape(1, 32768, 32)) == 1
+    shape = lambda items, positions: Shape(256, 16, 8, 128, 1, 16, positions, items)
+    splits = lambda items, positions: kernel_decode_sm90.splits_of(shape(items, positions), 528)
+    assert splits(256, 4096) == 1  # the programs fill the GPU as they are
+    assert splits(1, KV_PARTITION) == 1  # one partition
+    assert splits(1, 32768) == -(-32768 // KV_PARTITION)  # one program a partition: fewer than would fill the GPU
+    assert splits(16, 32768) == 5
 
 
 MODELS = ((16, 8, 128), (32, 8, 128), (8, 1, 128), (9, 3, 64))  # Qwen3-1.7B, Qwen3-8B, Llama-70B TP8, SmolLM2
@@ -150,7 +171,7 @@ def specs(heads, kv_heads, d, *, page=0, tile=None, rows=256, requests=8, width=
 def test_compiles_without_spills(heads, kv_heads, d):
     compiles(CORE, *specs(heads, kv_heads, d))
     compiles(CORE, *specs(heads, kv_heads, d, page=16))
-    # the split way is two kernels: the partitions, and their fold
+    # decoding is two kernels: the partitions, and their fold
     assert len(compiles(CORE, *specs(heads, kv_heads, d, page=16, tile=1, rows=16))) == 2
 
 

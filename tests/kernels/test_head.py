@@ -7,23 +7,23 @@ import re
 import tempfile
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import compiles, interpret, reference, spec
 
 from isojax.errors import Unsupported
-from isojax.kernel_plan import Launch, kernel_plan
-from isojax.lowering import canonical_asm, compile_sm90
-from isojax.pallas_kernels.head import kernel_sm90
+from isojax.lowering import compile_sm90
+from isojax.pallas_kernels.head import kernel_rows_sm90, kernel_sm90
 from isojax.pallas_kernels.linear.tiles import Tiles, for_vocabulary
 from isojax.region import lookup
+from isojax.schedule import LEAVES
 
 LOGITS, LOGPROB_ROWS, LOGPROB = (lookup(f"head.{n}") for n in ("logits", "logprob_rows", "logprob"))
 F32, I32 = jnp.float32, jnp.int32
 V = 1152  # leaves of 144 columns: a whole tile and one of 16
 HIDDEN, VOCAB = 2048, 151936
+ROWS_A_THREAD = 2  # of a [64, 128] block
 
 
 @pytest.fixture
@@ -52,9 +52,10 @@ def test_fused_equals_rows_of_the_same_logits(short_ring):
     """NumPy's products depend on the tile, so here both start from the logits that the fused kernel saw."""
     args = draw(64)
     logprob, lse, raw = interpret(LOGPROB, args, {"emit_logits": True})
-    rows, lse_rows = interpret(LOGPROB_ROWS, (raw, args[3]))
-    assert lse.tobytes() == lse_rows.tobytes()
-    assert logprob.tobytes() == np.take_along_axis(rows, args[2][:, None], 1)[:, 0].tobytes()
+    few = slice(0, 2)  # a cluster a row, and the interpreter is slow
+    rows, lse_rows = interpret(LOGPROB_ROWS, (raw[few], args[3][few]))
+    assert lse[few].tobytes() == lse_rows.tobytes()
+    assert logprob[few].tobytes() == np.take_along_axis(rows, args[2][few, None], 1)[:, 0].tobytes()
     want = reference(LOGPROB, args, {"emit_logits": True})
     for got, ref in zip((logprob, lse, raw), want, strict=True):
         np.testing.assert_allclose(got, ref, rtol=0, atol=2e-5)
@@ -78,13 +79,13 @@ def test_taller_tiles(monkeypatch, short_ring, t):
 
 def test_rows_with_extreme_logits():
     rng = np.random.default_rng(0)
-    z = rng.standard_normal((64, V)).astype(np.float32)
+    z = rng.standard_normal((6, V)).astype(np.float32)
     z[0] = -np.inf
     z[0, 1000] = 3.0  # certain
     z[1] = -3e4  # uniform, far down
     z[2, 5] = np.nan
     z[3, 7] = np.inf
-    got, lse = interpret(LOGPROB_ROWS, (z, np.ones(64, np.float32)))
+    got, lse = interpret(LOGPROB_ROWS, (z, np.ones(6, np.float32)))
     assert lse[0] == 3.0 and got[0, 1000] == 0 and np.isneginf(got[0, :1000]).all()
     np.testing.assert_allclose(lse[1], -3e4 + np.log(V), rtol=1e-6)
     assert np.isnan(lse[2]) and np.isnan(lse[3]) and np.isfinite(got[4:]).all()
@@ -97,7 +98,7 @@ def test_head_compiles_without_spills(rows):
     hidden, weight = spec((rows, HIDDEN)), spec((VOCAB, HIDDEN))
     targets, inverse = spec((rows,), I32), spec((rows,), F32)
     assert len(compiles(LOGITS, (hidden, weight))) == 1
-    assert len(compiles(LOGPROB_ROWS, (spec((rows, VOCAB), F32), inverse))) == 3
+    assert len(compiles(LOGPROB_ROWS, (spec((rows, VOCAB), F32), inverse))) == 1
     assert len(compiles(LOGPROB, (hidden, weight, targets, inverse))) == 3
 
 
@@ -105,20 +106,6 @@ def test_head_compiles_without_spills(rows):
 def test_emitting_compiles_without_spills(rows):
     args = spec((rows, HIDDEN)), spec((VOCAB, HIDDEN)), spec((rows,), I32), spec((rows,), F32)
     compiles(LOGPROB, args, {"emit_logits": True})
-
-
-def launches(region, avals, statics=None):
-    args, kw = region.bind(avals, statics or {})
-    ops = kernel_plan(region, [jax.core.ShapedArray(a.shape, a.dtype) for a in args], kw).ops
-    assert all(isinstance(o, Launch) for o in ops), "something is left to XLA"
-    return [canonical_asm(o.module) for o in ops]
-
-
-def test_both_kinds_fold_with_the_same_module():
-    hidden, weight, inverse = spec((64, 256)), spec((VOCAB, 256)), spec((64,), F32)
-    fused = launches(LOGPROB, (hidden, weight, spec((64,), I32), inverse))
-    rows = launches(LOGPROB_ROWS, (spec((64, VOCAB), F32), inverse))
-    assert fused[1] == rows[1] and fused[0] != rows[0]
 
 
 def arithmetic(fn, *avals):
@@ -143,9 +130,8 @@ class _Keep:
 
 
 @pytest.mark.parametrize("rows,blocks", ((64, 1), (256, 2)))
-def test_statistics_are_the_same_instructions(rows, blocks):
-    """A [64, 128] block costs either kernel the same operations, none of them contracted."""
-    one = arithmetic(kernel_sm90.row_stats, spec((rows, VOCAB), F32), spec((rows,), F32))
+def test_statistics_of_accumulators_are_not_contracted(rows, blocks):
+    """A [64, 128] block costs 64 exponentials a thread, and no multiply meets an addition in an fma."""
     t = for_vocabulary(rows, HIDDEN)
     assert t.m // 64 * (t.n // 128) == blocks
     fused = arithmetic(
@@ -155,8 +141,14 @@ def test_statistics_are_the_same_instructions(rows, blocks):
         spec((rows,), I32),
         spec((rows,), F32),
     )
-    assert "fma" not in one and one["ex2"] == 64
-    assert fused == {op: n * blocks for op, n in one.items()}
+    assert "fma" not in fused and fused["ex2"] == 64 * blocks
+
+
+def test_rows_contract_only_where_leaves_meet():
+    """The same for given logits; the fma of the seven nodes of the tree, and of the logarithm, are head.logprob's."""
+    rows = arithmetic(kernel_rows_sm90.logprob_rows, spec((64, VOCAB), F32), spec((64,), F32))
+    tree = arithmetic(kernel_sm90.log_sum_exp, *[spec((LEAVES * 149, 64), F32)] * 2)
+    assert rows["fma"] * ROWS_A_THREAD == tree["fma"] and tree["fma"] >= 8
 
 
 @pytest.mark.parametrize(
@@ -164,7 +156,7 @@ def test_statistics_are_the_same_instructions(rows, blocks):
     (
         ("head.logits", (spec((64, 64)), spec((100, 64))), "multiple of 8"),
         ("head.logprob_rows", (spec((64, 50257), F32), spec((64,), F32)), "multiple of 64"),
-        ("head.logprob_rows", (spec((32, 64), F32), spec((32,), F32)), "multiple of 64"),
+        ("head.logprob_rows", (spec((64, 1 << 20), F32), spec((64,), F32)), "at most"),
         ("head.logprob", (spec((64, 64)), spec((1000, 64)), spec((64,), I32), spec((64,), F32)), "multiple of 64"),
         ("head.logprob", (spec((64, 72)), spec((1024, 72)), spec((64,), I32), spec((64,), F32)), "multiple of 16"),
     ),

@@ -135,6 +135,8 @@ class TestRegion:
         with pytest.raises(RegionError, match="no operands"):
             region("toy.rows", rows=("y",))(lambda x: None)
         assert "toy.rows" not in REGISTRY
+        with pytest.raises(RegionError, match="adds to 'sum', which is no operand"):
+            region("toy.adds", adds=("sum", 0))(lambda x: None)
 
     def test_missing_implementation_names_the_mend(self):
         def signature(x): ...
@@ -155,6 +157,20 @@ class TestRegion:
     def test_leaves_that_do_not_divide_are_refused(self):
         with pytest.raises(Unsupported, match="linear.row.*8 leaves"):
             lookup("linear.row")(jnp.ones((16, 36), jnp.bfloat16), jnp.ones((8, 36), jnp.bfloat16))
+
+
+def test_only_gradients_that_nobody_else_reads_are_added_to_buffers():
+    ct, x = X, spec("bf16", 16, 64)
+    wgrad = lookup("linear.wgrad")
+    plain = program.trace(lambda ct, x: wgrad(ct, x), ct, x, backward=True)
+    made, added = program.accumulating(plain)
+    assert added == (0,) and made.steps[0].params == {} and plain.steps[0].params == {"_absent": (2,)}
+    assert made.inputs[:2] == plain.inputs and made.in_avals[2] == plain.out_avals[0]
+    assert made.steps[0].ins == made.inputs and made.outputs == plain.outputs
+    again = program.trace(lambda ct, x: (lambda w: (w, w.T))(wgrad(ct, x)), ct, x, backward=True)
+    assert program.accumulating(again)[1] == ()
+    into = program.trace(lambda ct, x, w: wgrad(ct, x, w), ct, x, plain.out_avals[0], backward=True)
+    assert program.accumulating(into)[1] == (), "it has a buffer already"
 
 
 def test_put_and_rows_are_one_equation_each():

@@ -8,13 +8,22 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from isojax.pallas_kernels.attn import kernel_core_sm90, kernel_prep_sm90, reference, vjp
+from isojax.pallas_kernels.attn import (
+    kernel_core_bwd_sm90,
+    kernel_core_sm90,
+    kernel_prep_bwd_sm90,
+    kernel_prep_sm90,
+    reference,
+    reference_bwd,
+    vjp,
+)
+from isojax.pallas_kernels.attn.reference_bwd import CHAIN_HEADS
 from isojax.region import region
 from isojax.schedule import KV_PARTITION, KV_TILE
 
 
 @region(
-    "attn.prep", version=1, rows=("qkv", "positions"), constants={"accumulate": "float32", "round": "once"}, outputs=2
+    "attn.prep", version=2, rows=("qkv", "positions"), constants={"accumulate": "float32", "round": "once"}, outputs=2
 )
 def prep(
     qkv: Float[Array, "T W"],
@@ -41,13 +50,14 @@ def prep(
 
 @region(
     "attn.core",
-    version=1,
+    version=2,
     rows=(),
     constants={
         "kv_partition": KV_PARTITION,
         "kv_tile": KV_TILE,
         "softmax": "online, base 2, fp32",
-        "row_sum": "halving tree (cpu); 64 x 64 wgmma tile (sm90)",
+        "exponent": "score * c rounded, then - m (cpu); fma(score, c, -m) (sm90)",
+        "row_sum": "halving tree a tile (cpu); a thread's columns, then its quad, once a partition (sm90)",
         "probabilities": "rounded to the value dtype",
         "fold": "partitions ascending",
     },
@@ -74,7 +84,13 @@ def core(
     ...
 
 
-@region("attn.prep_bwd", version=1, backward=True)
+@region(
+    "attn.prep_bwd",
+    version=2,
+    rows=("qkv", "positions", "dq", "dkv"),
+    backward=True,
+    constants={"accumulate": "float32", "round": "once", "dparams": "tokens ascending in chunks of 64 (sm90)"},
+)
 def prep_bwd(
     qkv: Float[Array, "T W"],
     bias: Float[Array, "W"] | None,
@@ -94,7 +110,19 @@ def prep_bwd(
     ...
 
 
-@region("attn.core_bwd", version=1, backward=True)
+@region(
+    "attn.core_bwd",
+    version=2,
+    backward=True,
+    constants={
+        "accumulate": "float32",
+        "rows": "ascending from the request's start, one chain a query row",
+        "keys": "head after head, rows ascending",
+        "chain_heads": CHAIN_HEADS,
+        "probabilities": "rounded, as are their gradients",
+        "delta": "halving tree (cpu); 8 lanes of 8 columns (sm90)",
+    },
+)
 def core_bwd(
     q: Float[Array, "T Hq D"],
     kv: Float[Array, "T Hkv 2D"],
@@ -105,7 +133,10 @@ def core_bwd(
     *,
     scale: float,
 ) -> tuple[Float[Array, "T Hq D"], Float[Array, "T Hkv 2D"]]:
-    """Gradients of attn.core over the batch's own keys: dq, dkv (Dao, arXiv 2307.08691, section 3)."""
+    """Gradients of attn.core over the batch's own keys: dq, dkv (Dao, arXiv 2307.08691, section 3).
+
+    A request's gradients depend on its own rows and on nothing else. Those of rows that belong to no request are zero.
+    """
     ...
 
 
@@ -116,8 +147,8 @@ core.reference(reference.core, supports=reference.core_supports)
 core.kernel("sm90", kernel_core_sm90.core, supports=kernel_core_sm90.supports)
 core.vjp(vjp.core)
 prep_bwd.reference(reference.prep_bwd)
-prep_bwd.kernel("sm90", reference.prep_bwd, kind="xla")
+prep_bwd.kernel("sm90", kernel_prep_bwd_sm90.prep_bwd, supports=kernel_prep_bwd_sm90.prep_bwd_supports)
 prep_bwd.outputs = 4
-core_bwd.reference(reference.core_bwd)
-core_bwd.kernel("sm90", reference.core_bwd, kind="xla")
+core_bwd.reference(reference_bwd.core_bwd)
+core_bwd.kernel("sm90", kernel_core_bwd_sm90.core_bwd, supports=kernel_core_bwd_sm90.supports)
 core_bwd.outputs = 2

@@ -6,25 +6,26 @@ pages: it gets contiguous keys, prepared outside the timing).
 
 from __future__ import annotations
 
+import importlib.util
+
 import numpy as np
 
-from isojax.gates.bench import BenchCase, Operand
+from isojax import doctor
+from isojax.gates.bench import BenchCase, Operand, Peer
+from isojax.gates.shapes import CONTEXTS, decodes, distinct
 from isojax.pallas_kernels.attn import core
 from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
 
-MODELS = (("Qwen3-1.7B", 16, 8, 128), ("Qwen3-8B", 32, 8, 128), ("Llama-70B TP8", 8, 1, 128), ("SmolLM2", 9, 3, 64))
 PREFILL_TOKENS = 16384
-LENGTHS = (1024, 4096, 16384, 32768)
-DECODES = ((1, 1024), (1, 32768), (16, 8192), (64, 2048), (256, 1024), (256, 4096))  # requests, keys each
 PAGE = 16
 
 
 def _flash():
-    """vLLM's flash_attn_varlen_func, or None."""
-    try:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    except ImportError:
+    """vLLM's flash_attn_varlen_func, or None where vLLM is not installed. One that does not import is an error."""
+    if importlib.util.find_spec("vllm") is None or doctor.version("vllm") is None:
         return None
+    from vllm.vllm_flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
     return flash_attn_varlen_func
 
 
@@ -32,7 +33,8 @@ def _sdpa(torch, q, k, v, scale, causal):
     """q, k, v [B, n, H, D]."""
     q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
     attend = torch.nn.functional.scaled_dot_product_attention
-    return lambda: attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True)
+    run = lambda: attend(q, k, v, is_causal=causal, scale=scale, enable_gqa=True).transpose(1, 2)
+    return Peer("torch SDPA", run)
 
 
 def _prefill_peer(length: int, scale: float):
@@ -41,10 +43,11 @@ def _prefill_peer(length: int, scale: float):
         if (flash := _flash()) is None:
             batch = lambda x: x.unflatten(0, (-1, length))
             return _sdpa(torch, batch(q), batch(k), batch(v), scale, True)
-        return lambda: flash(
+        run = lambda: flash(
             q, k, v, max_seqlen_q=length, cu_seqlens_q=cu_q, max_seqlen_k=length, cu_seqlens_k=cu_q,
             softmax_scale=scale, causal=True, fa_version=3,
         )  # fmt: skip
+        return Peer("FlashAttention 3", run)
 
     return peer
 
@@ -55,10 +58,11 @@ def _decode_peer(length: int, scale: float):
         if (flash := _flash()) is None:
             rows = lambda x: x[table.long()].flatten(1, 2)
             return _sdpa(torch, q[:, None], rows(k), rows(v), scale, False)
-        return lambda: flash(
+        run = lambda: flash(
             q, k, v, max_seqlen_q=1, cu_seqlens_q=cu_q, max_seqlen_k=length, seqused_k=lens, block_table=table,
             softmax_scale=scale, causal=True, fa_version=3,
         )  # fmt: skip
+        return Peer("FlashAttention 3", run)
 
     return peer
 
@@ -72,26 +76,30 @@ def _lists(requests: int, rows: int, length: int, tile: int) -> tuple[Operand, O
     return tuple(Operand("i32", a.shape, values=a) for a in (cu_q, lens, work))  # pyright: ignore[reportReturnType]
 
 
-def _prefill(name, heads, kv_heads, d, length):
+def _prefill(m, length):
+    heads, kv_heads, d = m.heads, m.kv_heads, m.head_dim
     t = max(PREFILL_TOKENS, length)
     tile, scale = tile_rows("sm90", heads // kv_heads), d**-0.5
     return BenchCase(
-        f"{name} causal {t // length} x {length}",
+        f"{m.name} causal {t // length} x {length}",
         (Operand("bf16", (t, heads, d)), Operand("bf16", (t, kv_heads, 2 * d)), None)
         + _lists(t // length, length, length, tile),
         bytes=2 * t * d * (2 * heads + 2 * kv_heads) + 4 * t * heads,
         flops=2 * t * length * heads * d,  # two matmuls, two flops, half of the square
         statics={"scale": scale, "tile": tile},
         peer=_prefill_peer(length, scale),
+        model=m.name,
+        at={"length": length},
     )
 
 
-def _decode(name, heads, kv_heads, d, requests, length):
+def _decode(m, requests, length):
+    heads, kv_heads, d = m.heads, m.kv_heads, m.head_dim
     pages, scale = length // PAGE, d**-0.5
     table = np.random.default_rng(0).permutation(requests * pages).reshape(requests, pages).astype(np.int32)
     tile = tile_rows("sm90", heads // kv_heads, longest=1)
     return BenchCase(
-        f"{name} decode {requests} x {length}",
+        f"{m.name} decode {requests} x {length}",
         (
             Operand("bf16", (requests, heads, d)),
             Operand("bf16", (requests * pages, PAGE, kv_heads, 2 * d)),
@@ -102,10 +110,13 @@ def _decode(name, heads, kv_heads, d, requests, length):
         flops=4 * requests * length * heads * d,
         statics={"scale": scale, "tile": tile},
         peer=_decode_peer(length, scale),
+        model=m.name,
+        at={"sequences": requests, "context": length},
     )
 
 
 @core.bench_cases
 def cases():
-    causal = [_prefill(*model, length) for model in MODELS for length in LENGTHS]
-    return causal + [_decode(*model, *shape) for model in MODELS for shape in DECODES]
+    models = distinct("heads", "kv_heads", "head_dim")
+    causal = [_prefill(m, length) for m in models for length in CONTEXTS]
+    return causal + [_decode(m, *shape) for m in models for shape in decodes()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isojax.gates.bench import BenchCase, Operand
+from isojax.gates.shapes import BATCH_ROWS, MODELS
 from isojax.pallas_kernels.attn import prep
 
 POSITIONS = 40960
@@ -35,11 +36,7 @@ def _peer_for(kv_heads: int, head_dim: int):
 def cases():
     out = []
     for name, t, d, heads, kv_heads, bias, norm in (
-        ("Qwen3-1.7B decode", 64, 128, 16, 8, False, True),
-        ("Qwen3-1.7B", 16384, 128, 16, 8, False, True),
-        ("Llama-3.1-8B", 16384, 128, 32, 8, False, False),
-        ("SmolLM2-135M", 16384, 64, 9, 3, False, False),
-        ("Qwen2.5-7B", 16384, 128, 28, 4, True, False),
+        (m.name, t, m.head_dim, m.heads, m.kv_heads, m.qkv_bias, m.qk_norm) for m in MODELS for t in BATCH_ROWS
     ):
         width = (heads + 2 * kv_heads) * d
         operands = (
@@ -52,11 +49,13 @@ def cases():
         )
         out.append(
             BenchCase(
-                f"{name} T{t}",
+                f"{name} M{t}",
                 operands,
                 bytes=2 * 2 * t * width + 4 * t * d + 4 * t,
                 statics={"kv_heads": kv_heads, "head_dim": d, "eps": 1e-6},
                 peer=_peer_for(kv_heads, d),
+                model=name,
+                at={"M": t},
             )
         )
     return out

@@ -17,9 +17,10 @@ from isojax.gates.bits import Diff, compare
 from isojax.gates.case import Context, GateResult
 from isojax.pallas_kernels.attn import core
 from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
+from isojax.schedule import KV_TILE
 
-LENGTHS = (1, 2, 63, 64, 65, 130, 1100)
-QUICK_LENGTHS = (1, 63, 65, 130)
+LENGTHS = (1, 2, 63, 64, 65, 129, 257, 1100)
+QUICK_LENGTHS = (1, 63, 65, 258)
 CUTS = (1, 63, 64, 65, 100)
 QUICK_CUTS = (64, 65)
 PAGES = (16, 32, 64, 128)
@@ -141,7 +142,7 @@ def rows(context, requests, tile) -> Iterator[Way]:
 
 
 def tiles(context, requests, tile) -> Iterator[Way]:
-    for other in (8, 64) if context.arch == "sm90" else (32, 64):
+    for other in (8, 64, 128) if context.arch == "sm90" else (32, 64):
         yield f"tile {other}", [whole(requests)], 0, other
 
 
@@ -168,7 +169,8 @@ def control(context: Context, requests: Sequence[Request], want: Bits, tile: int
     """The last row of the longest request over the same keys, two tiles exchanged: it must differ from `want`."""
     r = max(range(len(requests)), key=lambda i: len(requests[i].q))
     request, last = requests[r], len(requests[r].q) - 1
-    order = np.concatenate([np.arange(64, 128), np.arange(64), np.arange(128, last + 1)])
+    order = np.arange(last + 1)
+    order[: 2 * KV_TILE] = np.roll(order[: 2 * KV_TILE], KV_TILE)
     moved = Request(request.q, request.kv[order])
     got = compute(context, [moved], [(0, last, last + 1)], 64, tile)
     return differ({(r, last): got[0, last]}, want, "control").differing > 0

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from isojax.errors import Unsupported
-from isojax.pallas_kernels.norms.reference import normalise
+from isojax.pallas_kernels.norms.reference import normalise, sum_rows
 from isojax.schedule import KV_PARTITION, KV_TILE, LOG2E, max_halves, sum_halves
 
 f32 = jnp.float32
@@ -51,14 +51,19 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
 def prep_bwd(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, head_dim, eps, zero_centered):
     present = [p for p in (bias, q_norm, k_norm) if p is not None]
 
-    def f(x, *params):
+    def token(x, position, *params):
         it = iter(params)
         b, qn, kn = (next(it) if p is not None else None for p in (bias, q_norm, k_norm))
-        return _prep32(x, b, qn, kn, rope, positions, kv_heads, head_dim, eps, zero_centered)
+        q, kv = _prep32(x[None], b, qn, kn, rope, position[None], kv_heads, head_dim, eps, zero_centered)
+        return q[0], kv[0]
 
-    _, pull = jax.vjp(f, qkv.astype(f32), *[p.astype(f32) for p in present])
+    def f(x, *params):
+        return jax.vmap(token)(x, positions, *params)
+
+    each = [jnp.broadcast_to(p.astype(f32), (len(qkv), *p.shape)) for p in present]
+    _, pull = jax.vjp(f, qkv.astype(f32), *each)
     dx, *dparams = pull((dq.astype(f32), dkv.astype(f32)))
-    return dx.astype(qkv.dtype), *dparams
+    return dx.astype(qkv.dtype), *map(sum_rows, dparams)
 
 
 # -- core --------------------------------------------------------------------------------------------------------------
@@ -143,34 +148,3 @@ def core(q, kv, table, cu_q, lens, work, *, scale, tile):
     at = at.reshape(-1)
     o = jnp.zeros((t, heads * d), q.dtype).at[at].set(out.reshape(-1, heads * d), mode="drop")
     return o, jnp.zeros((t, heads), f32).at[at].set(lse.reshape(-1, heads), mode="drop")
-
-
-def core_bwd(q, kv, cu_q, out, lse, ct, *, scale):
-    t, heads, d = q.shape
-    kv_heads = kv.shape[1]
-    group = heads // kv_heads
-    row = jnp.arange(t, dtype=jnp.int32)
-    request = jnp.sum(row[:, None] >= cu_q[None, 1:], 1)
-    visible = (request[:, None] == request[None]) & (row[:, None] >= row[None])
-
-    def per_head(args):
-        qh, kh, vh, oh, lh, ch = args  # [group, T, D] for the q side, [T, D] for k and v
-        s = jnp.einsum("gtd,sd->gts", qh, kh, preferred_element_type=f32) * (scale * LOG2E)
-        p = jnp.where(visible, jnp.exp2(s - lh[..., None]), 0.0)
-        dp = jnp.einsum("gtd,sd->gts", ch, vh, preferred_element_type=f32)
-        delta = jnp.sum(ch.astype(f32) * oh.astype(f32), -1, keepdims=True)
-        ds = p * (dp - delta) * scale
-        dq = jnp.einsum("gts,sd->gtd", ds, kh.astype(f32))
-        dk = jnp.einsum("gts,gtd->sd", ds, qh.astype(f32))
-        dv = jnp.einsum("gts,gtd->sd", p, ch.astype(f32))
-        return dq, dk, dv
-
-    def heads_first(x):
-        return x.reshape(t, kv_heads, group, -1).transpose(1, 2, 0, 3)
-
-    k, v = kv[..., :d].swapaxes(0, 1), kv[..., d:].swapaxes(0, 1)
-    dq, dk, dv = jax.lax.map(
-        per_head, (heads_first(q), k, v, heads_first(out), heads_first(lse)[..., 0], heads_first(ct))
-    )
-    dkv = jnp.concatenate([dk, dv], -1).swapaxes(0, 1)
-    return dq.transpose(2, 0, 1, 3).reshape(q.shape).astype(q.dtype), dkv.astype(kv.dtype)

@@ -1,13 +1,14 @@
 """How attn.core's sm90 kernels move rows: which rows a program owns, their q, their keys and values, their results.
 
-One warpgroup's 64 MMA rows hold `heads` query heads of one KV head, each with the same `tile` query rows: MMA row =
-head * tile + query row, so that a head's rows are one TMA box on an 8-row boundary of the swizzled tile. The rows of a
-decode program (tile 1) are `heads` heads of one query row. An MMA row's bits do not depend on its place.
+One warpgroup's 64 MMA rows hold query heads of one KV head, each with the same query rows: MMA row = head * tile +
+query row, so that a head's rows are one TMA box on an 8-row boundary of the swizzled tile. A program of the many-row
+kernel has two such warpgroups, MMA rows 0 to 63 and 64 to 127. The rows of a decode program (tile 1) are `heads` heads
+of one query row. An MMA row's bits do not depend on its place.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels.attn.softmax_sm90 import PANEL, ROW, ROWS, TILE
+from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.interpretable import views
 from isojax.schedule import KV_PARTITION, KV_TILE
 
+ROWS = 64  # of one warpgroup's MMA
+PANEL = 64  # columns of a head held together (isojax.pallas_kernels.interpretable.panels)
+WARPGROUPS = 2  # that share a many-row program's keys and values
 DECODE_HEADS = 8  # rows that a decode program's q takes: the TMA box on one 8-row boundary
+CHUNK = 64  # most keys in one TMA box
 i32 = jnp.int32
 
 
@@ -35,6 +40,8 @@ class Shape:
     page: int
     positions: int
     items: int
+    keys: int = KV_TILE
+    partition: int = KV_PARTITION
 
     @property
     def group(self) -> int:
@@ -47,7 +54,7 @@ class Shape:
     @property
     def heads(self) -> int:
         """Query heads in one program."""
-        return min(self.group, DECODE_HEADS if self.tile == 1 else ROWS // self.tile)
+        return min(self.group, DECODE_HEADS if self.tile == 1 else WARPGROUPS * ROWS // self.tile)
 
     @property
     def blocks_per_kv_head(self) -> int:
@@ -59,16 +66,27 @@ class Shape:
         return self.kv_heads * self.blocks_per_kv_head
 
     @property
+    def steps(self) -> int:
+        """Tiles of keys in a partition."""
+        return self.partition // self.keys
+
+    @property
     def partitions(self) -> int:
         """Most partitions of a request."""
-        return -(-self.positions // KV_PARTITION)
+        return -(-self.positions // self.partition)
+
+    @property
+    def chunk(self) -> int:
+        """Keys in one TMA box: a page, or a part of one."""
+        return min(self.page or CHUNK, CHUNK, self.keys)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """What one program computes; every field a device scalar but the shape."""
+    """What one program (or one warpgroup of it) computes; every field a device scalar but the first two."""
 
     shape: Shape
+    tile: int  # query rows of one head in these MMA rows
     request: jax.Array
     start: jax.Array  # first row in q
     valid: jax.Array  # rows of the tile that belong to the request
@@ -77,24 +95,28 @@ class Rows:
     offset: jax.Array  # of the request's first row in q
     kv_head: jax.Array
     head: jax.Array  # first query head
+    heads: jax.Array  # query heads that are really there
 
     @property
     def kv_tiles(self) -> jax.Array:
         """Tiles of keys that any of these rows sees."""
-        return lax.div(self.position + self.valid + (KV_TILE - 1), i32(KV_TILE))
-
-    def limits(self) -> jax.Array:
-        """[64] last key that each MMA row sees."""
-        if self.shape.tile == 1:
-            return plgpu.layout_cast(jnp.full((ROWS,), self.position, i32), ROW)
-        row = plgpu.broadcasted_iota(i32, (ROWS,), 0, layout=ROW)
-        return self.position + (row & (self.shape.tile - 1))
+        keys = self.shape.keys
+        return lax.div(self.position + self.valid + (keys - 1), i32(keys))
 
     @property
-    def heads(self) -> jax.Array:
-        """Query heads that this program really has; in a KV head's last block they may be fewer than shape.heads."""
-        s = self.shape
-        return lax.min((self.kv_head + 1) * s.group - self.head, i32(s.heads))
+    def kv_seen(self) -> jax.Array:
+        """Tiles of keys that every one of these rows sees to the end."""
+        return lax.div(self.position + 1, i32(self.shape.keys))
+
+    def warpgroup(self, w: jax.Array) -> Rows:
+        """Those of MMA rows 64 w to 64 w + 63. There may be no valid row, or no head."""
+        if self.tile > ROWS:
+            first = w * ROWS
+            valid = lax.min(lax.max(self.valid - first, i32(0)), i32(ROWS))
+            return replace(self, tile=ROWS, start=self.start + first, valid=valid, position=self.position + first)
+        per = ROWS // self.tile
+        heads = lax.min(lax.max(self.heads - w * per, i32(0)), i32(per))
+        return replace(self, head=self.head + w * per, heads=heads)
 
 
 def locate(s: Shape, cu_q, lens, work, item: jax.Array, block: jax.Array) -> Rows:
@@ -104,9 +126,10 @@ def locate(s: Shape, cu_q, lens, work, item: jax.Array, block: jax.Array) -> Row
     count = cu_q[request + 1] - offset
     length = lens[request]
     kv_head = lax.div(block, i32(s.blocks_per_kv_head))
-    part = lax.rem(block, i32(s.blocks_per_kv_head))
+    head = kv_head * s.group + lax.rem(block, i32(s.blocks_per_kv_head)) * s.heads
     return Rows(
         shape=s,
+        tile=s.tile,
         request=request,
         start=offset + first,
         valid=lax.min(count - first, i32(s.tile)),
@@ -114,105 +137,123 @@ def locate(s: Shape, cu_q, lens, work, item: jax.Array, block: jax.Array) -> Row
         length=length,
         offset=offset,
         kv_head=kv_head,
-        head=kv_head * s.group + part * s.heads,
+        head=head,
+        heads=lax.min((kv_head + 1) * s.group - head, i32(s.heads)),
     )
 
 
 # -- in ----------------------------------------------------------------------------------------------------------------
-def q_arrivals(s: Shape) -> int:
-    return s.panels * (1 if s.tile == 1 else s.heads)
+def q_boxes(s: Shape) -> int:
+    return s.panels * (1 if s.tile == 1 else min(s.heads, ROWS // min(s.tile, ROWS)))
 
 
 def fetch_q(rows: Rows, q, q_smem, barrier) -> None:
     """Start the copies of q into q_smem [panels, 64, 64]; MMA rows without a query row keep what was there.
 
-    q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q, which
-    are computed and never stored.
+    q: [T, Hq, D], or [T Hq, D] where tile is 1. A box may reach into the next rows of q, and where a head is missing
+    it holds another one; those are computed and never stored.
     """
-    s = rows.shape
+    s, boxes = rows.shape, []
     for c in range(s.panels):
-        panel, column = q_smem.at[c], pl.ds(c * PANEL, PANEL)
+        panel, column = q_smem.at[c], (c * PANEL, PANEL)
         if s.tile == 1:
-            source = q.at[pl.ds(rows.start * s.q_heads + rows.head, DECODE_HEADS), column]
-            plgpu.copy_gmem_to_smem(source, panel.at[pl.ds(0, DECODE_HEADS)], barrier)
+            first = rows.start * s.q_heads + rows.head
+            boxes.append((q, ((first, DECODE_HEADS), column), panel.at[pl.ds(0, DECODE_HEADS)]))
             continue
-        for i in range(s.heads):
-            head = rows.head + lax.min(i32(i), rows.heads - 1)
-            source = q.at[pl.ds(rows.start, s.tile), head, column]
-            plgpu.copy_gmem_to_smem(source, panel.at[pl.ds(i * s.tile, s.tile)], barrier)
+        for i in range(q_boxes(s) // s.panels):
+            head = lax.min(rows.head + i, i32(s.q_heads - 1))
+            boxes.append((q, ((rows.start, rows.tile), head, column), panel.at[pl.ds(i * rows.tile, rows.tile)]))
+    wg.fetch(barrier, boxes)
+
+
+TOGETHER = 4  # chunks that are brought at a time: each takes registers for its addresses
 
 
 def kv_arrivals(s: Shape) -> int:
-    """Copies that make one tile of keys (or of values)."""
-    return s.panels * (KV_TILE // min(s.page or KV_TILE, KV_TILE))
+    """Arrivals that make one tile of keys (or of values)."""
+    chunks = s.keys // s.chunk
+    return sum(wg.arrivals(s.panels * min(TOGETHER, chunks - i)) for i in range(0, chunks, TOGETHER))
 
 
-def fetch_kv(rows: Rows, kv, table, j: jax.Array, half: int, smem, barrier) -> None:
-    """Start the copies of keys (half 0) or values (half 1) of tile j into smem [panels, 64, 64].
+Places = tuple[tuple[jax.Array, jax.Array], ...]  # (page, row within it) of each chunk of a tile; page 0 of no pages
 
-    Rows past the request's length are whatever is stored there; pages past it are never looked up.
+
+def places(rows: Rows, table, j: jax.Array) -> Places:
+    """Where the keys of tile j are stored. Chunks past the request's end repeat its last one."""
+    s = rows.shape
+    last = lax.div(rows.length - 1, i32(s.chunk)) * s.chunk
+    out = []
+    for i in range(s.keys // s.chunk):
+        position = lax.min(j * s.keys + i * s.chunk, last)
+        if s.page:
+            row = lax.rem(position, i32(s.page)) if s.page > s.chunk else i32(0)
+            out.append((table[rows.request, lax.div(position, i32(s.page))], row))
+        else:
+            out.append((i32(0), rows.offset + position))
+    return tuple(out)
+
+
+def fetch_kv(rows: Rows, kv, at: Places, half: int, smem, barrier) -> None:
+    """Start the copies of keys (half 0) or values (half 1) at `at` into smem [panels, keys, 64].
+
+    Rows past the request's length are whatever is stored there.
     """
     s = rows.shape
-    columns = [pl.ds(half * s.head_dim + c * PANEL, PANEL) for c in range(s.panels)]
-    if not s.page:
-        for c, column in enumerate(columns):
-            source = kv.at[pl.ds(rows.offset + j * KV_TILE, KV_TILE), rows.kv_head, column]
-            plgpu.copy_gmem_to_smem(source, smem.at[c], barrier)
-        return
-    chunk = min(s.page, KV_TILE)
-    last = lax.div(rows.length - 1, i32(chunk)) * chunk
-    for i in range(KV_TILE // chunk):
-        position = lax.min(j * KV_TILE + i * chunk, last)
-        page = table[rows.request, lax.div(position, i32(s.page))]
-        inside = pl.ds(lax.rem(position, i32(s.page)), chunk)
-        for c, column in enumerate(columns):
-            source = kv.at[page, inside, rows.kv_head, column]
-            plgpu.copy_gmem_to_smem(source, smem.at[c, pl.ds(i * chunk, chunk)], barrier)
+    for first in range(0, len(at), TOGETHER):
+        boxes = []
+        for i, (page, row) in list(enumerate(at))[first : first + TOGETHER]:
+            for c in range(s.panels):
+                inside = ((row, s.chunk), rows.kv_head, (half * s.head_dim + c * PANEL, PANEL))
+                boxes.append((kv, (page, *inside) if s.page else inside, smem.at[c, pl.ds(i * s.chunk, s.chunk)]))
+        wg.fetch(barrier, boxes)
 
 
 def clear_past_end(v_smem, end: jax.Array) -> None:
-    """Zero the rows of v_smem [panels, 64, 64] from `end` on: what lies there may be NaN, and 0 * NaN is NaN."""
+    """Zero the rows of v_smem [panels, keys, 64] from `end` on: what lies there may be NaN, and 0 * NaN is NaN."""
+    panels, keys, _ = v_smem.shape
 
-    @pl.when(end < KV_TILE)
+    @pl.when(end < keys)
     def _():
-        row = plgpu.broadcasted_iota(i32, (KV_TILE, PANEL), 0, layout=TILE)
-        for c in range(v_smem.shape[0]):
-            v = plgpu.load(v_smem.at[c], layout=TILE)
-            v_smem[c] = jnp.where(row < end, v, jnp.zeros_like(v))
+        row = plgpu.broadcasted_iota(i32, (ROWS, PANEL), 0, layout=plgpu.Layout.WGMMA)
+        for c in range(panels):
+            for i in range(0, keys, ROWS):
+                block = v_smem.at[c, pl.ds(i, ROWS)]
+                v = plgpu.load(block, layout=plgpu.Layout.WGMMA)
+                block[...] = jnp.where(row < end - i, v, jnp.zeros_like(v))
         plgpu.commit_smem()
 
 
 # -- out ---------------------------------------------------------------------------------------------------------------
-def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem, lse_smem) -> None:
+def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem) -> None:
     """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq], and wait.
 
-    smem: `panels` to stage through. A partly valid tile goes row by row: the next rows of T belong to other programs.
+    smem: `panels` to stage through. A partly valid tile goes in pieces of 32, 16, .. 1 rows: the next rows of T belong
+    to other programs.
     """
     s = rows.shape
     tile, staged = views(smem)
     for c, panel in enumerate(out_panels):
         tile[c] = panel
-    lse_smem[...] = lse_rows
+    wg.put_rows(lse_rows, lse, rows.start, rows.head, rows.valid, rows.heads, rows.tile)
     plgpu.commit_smem()
 
     def copy(i, r, count: int):
         for c in range(s.panels):
-            source = staged.at[c, pl.ds(i * s.tile + r, count)]
+            source = staged.at[c, pl.ds(i * rows.tile + r, count)]
             column = (rows.head + i) * s.head_dim + c * PANEL
             plgpu.copy_smem_to_gmem(source, out.at[pl.ds(rows.start + r, count), pl.ds(column, PANEL)])
 
     @pl.loop(0, rows.heads)
     def _(i):
-        @pl.when(rows.valid == s.tile)
+        @pl.when(rows.valid == rows.tile)
         def _():
-            copy(i, 0, s.tile)
+            copy(i, 0, rows.tile)
 
-        @pl.when(rows.valid < s.tile)
+        @pl.when(rows.valid < rows.tile)
         def _():
-            pl.loop(0, rows.valid)(lambda r: copy(i, r, 1))
-
-        @pl.loop(0, rows.valid)
-        def _(r):
-            lse[rows.start + r, rows.head + i] = lse_smem[i * s.tile + r]
+            count = rows.tile // 2
+            while count:
+                pl.when(rows.valid & count != 0)(lambda count=count: copy(i, rows.valid & -2 * count, count))
+                count //= 2
 
     plgpu.wait_smem_to_gmem(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isojax.gates.bench import BenchCase, Operand
+from isojax.gates.shapes import BATCH_ROWS, distinct
 from isojax.pallas_kernels.embed import lookup
 
 
@@ -14,10 +15,13 @@ def _peer(torch, table, tokens):
 def cases():
     return [
         BenchCase(
-            f"T{t} D{d}",
-            (Operand("bf16", (151936, d)), Operand("i32", (t,), high=151936)),
-            bytes=2 * 2 * t * d + 4 * t,
+            f"{m.name} M{t} D{m.hidden}",
+            (Operand("bf16", (m.vocab, m.hidden)), Operand("i32", (t,), high=m.vocab)),
+            bytes=2 * 2 * t * m.hidden + 4 * t,
             peer=_peer,
+            model=m.name,
+            at={"M": t},
         )
-        for t, d in ((64, 2048), (16384, 2048), (16384, 4096))
+        for m in distinct("hidden")
+        for t in BATCH_ROWS
     ]

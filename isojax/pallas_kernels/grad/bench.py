@@ -19,6 +19,8 @@ def cases():
             (Operand(dtype, (t, d)),) * n,
             bytes=(n + 1) * t * d * size[dtype],
             peer=_peer,
+            part=f"{n} x {dtype}, D {d}",
+            at={"M": t},
         )
         for n, dtype, t, d in ((2, "bf16", 16384, 4096), (3, "bf16", 16384, 4096), (2, "f32", 4096, 4096))
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32, Int32
 
-from isojax.pallas_kernels.head import kernel_sm90, reference, vjp
+from isojax.pallas_kernels.head import kernel_bwd_sm90, kernel_rows_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAVES, VOCAB_TILE
 
@@ -22,7 +22,7 @@ def logits(hidden: Float[Array, "T D"], weight: Float[Array, "V D"]) -> Float32[
     ...
 
 
-@region("head.logprob_rows", version=1, rows=("logits", "inv_temperature"), constants=_CONSTANTS)
+@region("head.logprob_rows", version=2, rows=("logits", "inv_temperature"), constants=_CONSTANTS)
 def logprob_rows(
     logits: Float32[Array, "T V"], inv_temperature: Float32[Array, "T"]
 ) -> tuple[Float32[Array, "T V"], Float32[Array, "T"]]:
@@ -30,7 +30,7 @@ def logprob_rows(
     ...
 
 
-@region("head.logprob", version=1, rows=("hidden", "targets", "inv_temperature"), constants=_CONSTANTS)
+@region("head.logprob", version=2, rows=("hidden", "targets", "inv_temperature"), constants=_CONSTANTS)
 def logprob(
     hidden: Float[Array, "T D"],
     weight: Float[Array, "V D"],
@@ -46,7 +46,17 @@ def logprob(
     ...
 
 
-@region("head.logprob_bwd", version=1, backward=True)
+@region(
+    "head.logprob_bwd",
+    version=2,
+    rows=("hidden", "targets", "inv_temperature", "lse", "ct"),
+    constants={
+        "dlogits": "rounded to the dtype of hidden",
+        "dhidden": "a chain per chunk, chunks added in ascending order in float32, one rounding",
+    },
+    backward=True,
+    adds=("into", 1),
+)
 def logprob_bwd(
     hidden: Float[Array, "T D"],
     weight: Float[Array, "V D"],
@@ -54,18 +64,24 @@ def logprob_bwd(
     inv_temperature: Float32[Array, "T"],
     lse: Float32[Array, "T"],
     ct: Float32[Array, "T"],
+    into: Float32[Array, "V D"] | None = None,
+    *,
+    vocab_chunk: int = reference.VOCAB_CHUNK,
 ) -> tuple[Float[Array, "T D"], Float32[Array, "V D"]]:
-    """Gradients of head.logprob: dhidden (rounded once), dweight (fp32)."""
+    """Gradients of head.logprob: dhidden (rounded once), dweight (fp32, added to `into` where that is given).
+
+    Memory is O(T x vocab_chunk).
+    """
     ...
 
 
 logits.reference(reference.logits)
 logits.kernel("sm90", kernel_sm90.logits, supports=kernel_sm90.logits_supports)
 logprob_rows.reference(reference.logprob_rows)
-logprob_rows.kernel("sm90", kernel_sm90.logprob_rows, supports=kernel_sm90.logprob_rows_supports)
+logprob_rows.kernel("sm90", kernel_rows_sm90.logprob_rows, supports=kernel_rows_sm90.logprob_rows_supports)
 logprob.reference(reference.logprob)
 logprob.kernel("sm90", kernel_sm90.logprob, supports=kernel_sm90.logprob_supports)
 logprob.vjp(vjp.logprob)
 logprob_bwd.reference(reference.logprob_bwd)
-logprob_bwd.kernel("sm90", reference.logprob_bwd, kind="xla")
+logprob_bwd.kernel("sm90", kernel_bwd_sm90.logprob_bwd, supports=kernel_bwd_sm90.supports)
 logprob_bwd.outputs = 2

@@ -1,12 +1,14 @@
-"""The head on Hopper: logits, log-probabilities of given logits, and log-probabilities fused into the product.
+"""The head on Hopper: logits, and log-probabilities fused into the product.
 
-Both kinds of log-probability run in three steps. (1) The statistics of each [64-row, 128-column] tile, max and sum, to
-memory: [tiles, T] fp32 each, where head.logprob computes tiles from its accumulators and head.logprob_rows loads them.
-(2) One kernel, the same module for both, folds a leaf's tiles in ascending order and adds the leaves by the tree.
-(3) Subtract. Memory is O(T) in the fused form: 12 bytes for every 128 columns of a row.
+head.logprob runs in three steps. (1) The product; the statistics of each [64-row, 128-column] tile of its
+accumulators, max and sum, go to memory: [tiles, T] fp32 each. (2) A leaf's tiles are added in ascending order, the
+leaves by the tree. (3) Subtract. Memory is O(T): 12 bytes for every 128 columns of a row. kernel_rows_sm90 does the
+same to given logits.
 """
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -16,11 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.head import lse as shared
-from isojax.pallas_kernels.head.lse import LAYOUT, MASKED, ROW_LAYOUT, ROWS
+from isojax.pallas_kernels.head.lse import MASKED, ROW_LAYOUT, ROWS
 from isojax.pallas_kernels.linear import gemm, tiles
 from isojax.pallas_kernels.linear import kernel_sm90 as linear
 from isojax.pallas_kernels.linear.tiles import Tiles
-from isojax.schedule import LEAVES, LN2, VOCAB_TILE, tree
+from isojax.schedule import LEAVES, VOCAB_TILE
 
 f32 = jnp.float32
 FOLD = 8  # tiles whose statistics are fetched together while folding
@@ -68,7 +70,8 @@ def product_stats(hidden, weight, targets, inv_temperature, emit_logits: bool, t
 
         def block(row, col, leaf, raw):
             begin = col - leaf * width  # in the leaf
-            z, m, mass = shared.tile(raw, rows_of(inv_temperature, row), width - begin)
+            scaled = shared.scaled(raw, shared.along_rows(rows_of(inv_temperature, row)))
+            z, m, mass = shared.tile(scaled, shared.columns() < width - begin)
             here = shared.columns() == shared.along_rows(rows_of(targets, row) - col)
             index, at_rows = leaf * each + lax.div(begin, VOCAB_TILE), pl.ds(row, ROWS)
             top[index, at_rows] = m
@@ -95,36 +98,6 @@ def product_stats(hidden, weight, targets, inv_temperature, emit_logits: bool, t
     return gemm.launch(body, out, t, items, s)(hidden, weight, targets, inv_temperature)
 
 
-def row_stats(logits, inv_temperature):
-    """Statistics of every tile of given logits [T, V] -> max and sum, [8 leaves * tiles, T] each. One block a tile."""
-    n, vocab = logits.shape
-    width, each = leaf_tiles(vocab)
-
-    def body(z, inv_temperature, top, total, buffer, arrived):
-        row, leaf, j = (lax.axis_index(a) for a in ("row", "leaf", "tile"))
-        row, begin = row * ROWS, j * VOCAB_TILE
-        at_rows = pl.ds(row, ROWS)
-        plgpu.copy_gmem_to_smem(z.at[at_rows, pl.ds(leaf * width + begin, VOCAB_TILE)], buffer, arrived)
-        inv = rows_of(inv_temperature, row)
-        plgpu.barrier_wait(arrived)
-        raw = plgpu.load(buffer, layout=LAYOUT, optimized=False)
-        _, top[leaf * each + j, at_rows], total[leaf * each + j, at_rows] = shared.tile(raw, inv, width - begin)
-
-    stats = jax.ShapeDtypeStruct((LEAVES * each, n), f32)
-    return plgpu.kernel(
-        body,
-        out_type=(stats, stats),
-        scratch_types=block_scratch(gemm.chunk(VOCAB_TILE, width, f32)),
-        grid=(each, LEAVES, n // ROWS),
-        grid_names=("tile", "leaf", "row"),
-    )(logits, inv_temperature)
-
-
-def block_scratch(wide):
-    """One [64, 128] block of fp32 in shared memory and the barrier of its arrival."""
-    return plgpu.SMEM(shared.BLOCK, f32, transforms=gemm.tiled(wide, f32)), plgpu.Barrier()
-
-
 # -- step 2 -----------------------------------------------------------------------------------------------------------
 def log_sum_exp(top, total):
     """[8 leaves * tiles, T] max and sum -> natural log-sum-exp [T]. A warpgroup folds a leaf, the first adds all."""
@@ -133,22 +106,30 @@ def log_sum_exp(top, total):
     def body(top, total, out, tops, totals, done):
         row, leaf = lax.axis_index("row") * ROWS, lax.axis_index("wg")
 
-        def fold(first, count, carry):
-            at = [leaf * each + first + i for i in range(count)]
-            for pair in [(rows_of(top.at[i], row), rows_of(total.at[i], row)) for i in at]:
-                carry = shared.combine(carry, pair)
-            return carry
+        def over_tiles(step, carry):
+            """step(carry, tiles) over the leaf's tiles, ascending, FOLD at a time so that their loads overlap."""
+            many = lambda first, count: [leaf * each + first + i for i in range(count)]
+            carry = lax.fori_loop(0, each // FOLD, lambda i, c: step(c, many(i * FOLD, FOLD)), carry)
+            return step(carry, many(each // FOLD * FOLD, each % FOLD))
 
-        start = [plgpu.layout_cast(jnp.full((ROWS,), v, f32), ROW_LAYOUT) for v in (MASKED, 0.0)]
-        carry = lax.fori_loop(0, each // FOLD, lambda i, c: fold(i * FOLD, FOLD, c), tuple(start))
-        tops[leaf], totals[leaf] = fold(each // FOLD * FOLD, each % FOLD, carry)
+        def largest(m, at):
+            return functools.reduce(jnp.maximum, [rows_of(top.at[i], row) for i in at], m)
+
+        def add(mass, at):
+            parts = [shared.weighed(rows_of(top.at[i], row), rows_of(total.at[i], row), m) for i in at]
+            return functools.reduce(jnp.add, parts, mass)
+
+        start = lambda v: plgpu.layout_cast(jnp.full((ROWS,), v, f32), ROW_LAYOUT)
+        m = over_tiles(largest, start(MASKED))
+        tops[leaf], totals[leaf] = m, over_tiles(add, start(0.0))
         plgpu.barrier_arrive(done)
 
         @pl.when(leaf == 0)
         def _():
             plgpu.barrier_wait(done)
-            m, mass = tree([(rows_of(tops.at[i], 0), rows_of(totals.at[i], 0)) for i in range(LEAVES)], shared.combine)
-            out[pl.ds(row, ROWS)] = m + jnp.log2(mass) * LN2
+            out[pl.ds(row, ROWS)] = shared.log_sum_exp(
+                [(rows_of(tops.at[i], 0), rows_of(totals.at[i], 0)) for i in range(LEAVES)]
+            )
 
     return plgpu.kernel(
         body,
@@ -166,34 +147,6 @@ def log_sum_exp(top, total):
 
 
 # -- step 3 -----------------------------------------------------------------------------------------------------------
-def subtract_rows(logits, inv_temperature, lse):
-    """logits * inv_temperature - lse, [T, V]."""
-    n, vocab = logits.shape
-
-    def body(z, inv_temperature, lse, out, buffer, arrived):
-        row, col = lax.axis_index("row") * ROWS, lax.axis_index("col") * VOCAB_TILE
-        at = pl.ds(row, ROWS), pl.ds(col, VOCAB_TILE)
-        plgpu.copy_gmem_to_smem(z.at[at], buffer, arrived)
-        inv, norm = rows_of(inv_temperature, row), rows_of(lse, row)
-        plgpu.barrier_wait(arrived)
-        raw = plgpu.load(buffer, layout=LAYOUT)
-        # Through shared memory, so that z is rounded as in the fused form: registers would contract to an fma
-        buffer[...] = shared.scaled(raw, inv)
-        plgpu.commit_smem()
-        buffer[...] = plgpu.load(buffer, layout=LAYOUT) - shared.along_rows(norm)
-        plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, out.at[at])
-        plgpu.wait_smem_to_gmem(0)
-
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((n, vocab), f32),
-        scratch_types=block_scratch(gemm.chunk(VOCAB_TILE, vocab, f32)),
-        grid=(-(-vocab // VOCAB_TILE), n // ROWS),
-        grid_names=("col", "row"),
-    )(logits, inv_temperature, lse)
-
-
 def subtract_picked(picked, targets, lse, vocab: int):
     """The target's scaled logit, read from the tile that holds it, minus lse: [T]. One block a row."""
     width, each = leaf_tiles(vocab)
@@ -209,13 +162,7 @@ def subtract_picked(picked, targets, lse, vocab: int):
     return plgpu.kernel(body, out_type=out, grid=(n,), grid_names=("row",))(picked, targets, lse)
 
 
-# -- the regions ------------------------------------------------------------------------------------------------------
-def logprob_rows(logits, inv_temperature):
-    """logits [T, V] fp32, inv_temperature [T] -> log-probabilities [T, V], log-sum-exp [T]."""
-    lse = log_sum_exp(*row_stats(logits, inv_temperature))
-    return subtract_rows(logits, inv_temperature, lse), lse
-
-
+# -- the region -------------------------------------------------------------------------------------------------------
 def logprob(hidden, weight, targets, inv_temperature, *, emit_logits: bool, t: Tiles | None = None):
     """hidden [T, D], weight [V, D] bf16, targets [T] int32, inv_temperature [T] -> logprob [T], log-sum-exp [T]
     (, raw logits [T, V])."""
@@ -225,7 +172,7 @@ def logprob(hidden, weight, targets, inv_temperature, *, emit_logits: bool, t: T
     return subtract_picked(picked, targets, lse, weight.shape[0]), lse, *raw
 
 
-def _check_vocab(region: str, vocab: int) -> None:
+def check_vocab(region: str, vocab: int) -> None:
     if vocab % VOCAB_QUANTUM:
         mend = "use arch cpu; rows added to the vocabulary would enter the softmax"
         raise Unsupported(region, f"V = {vocab}", f"V a multiple of {VOCAB_QUANTUM} on sm90 (TMA tiles)", mend)
@@ -236,17 +183,7 @@ def logits_supports(hidden, weight) -> None:
     linear.supports("head.logits", hidden, weight)
 
 
-def logprob_rows_supports(logits, inv_temperature) -> None:
-    """What head.logprob_rows takes on sm90; raises Unsupported."""
-    region, (rows, vocab) = "head.logprob_rows", logits.shape
-    if rows % ROWS or not rows:
-        raise Unsupported(
-            region, f"T = {rows}", "a positive multiple of 64 on sm90", "pad the rows; they change nothing"
-        )
-    _check_vocab(region, vocab)
-
-
 def logprob_supports(hidden, weight, targets, inv_temperature, *, emit_logits) -> None:
     """What head.logprob takes on sm90; raises Unsupported."""
     linear.supports("head.logprob", hidden, weight)
-    _check_vocab("head.logprob", weight.shape[0])
+    check_vocab("head.logprob", weight.shape[0])

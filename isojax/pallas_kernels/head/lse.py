@@ -1,8 +1,9 @@
 """The log-sum-exp that head.logprob and head.logprob_rows share, down to the instruction.
 
-Both must give the same bits, one from accumulators and one from logits in memory. So they share these functions, the
-layout they run in ([64, 128] blocks as wgmma leaves them: Mosaic's tree of register additions depends on it), and, from
-the statistics of a tile on, whole kernels. What a compiler could do to one and not to the other is fenced.
+Both must give the same bits, one from accumulators and one from logits in memory. So they share these functions and
+the layout they run in: [64, 128] blocks as wgmma leaves them, since Mosaic's tree of register additions depends on it.
+A leaf's tiles are weighed against the largest of their maxima, which no order changes, and added in ascending order.
+What a compiler could do to one and not to the other is fenced.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.schedule import LOG2E, VOCAB_TILE
+from isojax.schedule import LN2, LOG2E, VOCAB_TILE, tree
 
 ROWS = 64  # height of a block: one warpgroup, always
 MASKED = -1e30  # least maximum of a tile, so that a fully masked one counts for nothing
@@ -28,8 +29,8 @@ def along_rows(v: jax.Array) -> jax.Array:
 
 
 def scaled(raw: jax.Array, inv_temperature: jax.Array) -> jax.Array:
-    """raw [64, 128] times 1/T [64]: one fp32 multiply, fenced so that no later subtraction contracts with it."""
-    return lax.optimization_barrier(raw * along_rows(inv_temperature))
+    """raw times 1/T: one fp32 multiply. To be masked before anything is subtracted, which keeps the two from an fma."""
+    return lax.optimization_barrier(raw * inv_temperature)
 
 
 def columns() -> jax.Array:
@@ -37,14 +38,19 @@ def columns() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, BLOCK, 1, layout=LAYOUT)
 
 
-def tile(raw: jax.Array, inv_temperature: jax.Array, width: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Statistics of one vocabulary tile, of which the first `width` columns count.
+def tile(z: jax.Array, inside: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Statistics of 64 times 128 logits: the tiles of 64 rows, or 64 tiles of a row. Only those `inside` count.
 
-    raw [64, 128] fp32 logits -> (z [64, 128] scaled and masked, max [64], sum of exp2((z - max) log2 e) [64]).
+    z [64, 128] fp32, scaled -> (z masked, max [64], sum of exp2((z - max) log2 e) [64]).
     """
-    z = jnp.where(columns() < width, scaled(raw, inv_temperature), -jnp.inf)
+    z = jnp.where(inside, z, -jnp.inf)
     top = jnp.maximum(jnp.max(z, axis=1), MASKED)
     return z, top, jnp.sum(jnp.exp2((z - along_rows(top)) * LOG2E), axis=1)
+
+
+def weighed(top: jax.Array, mass: jax.Array, leaf_top: jax.Array) -> jax.Array:
+    """A tile's share in its leaf's sum. An empty tile's is 0; the choice also keeps the product from an fma."""
+    return jnp.where(mass == 0, 0.0, mass * jnp.exp2((top - leaf_top) * LOG2E))
 
 
 def combine(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -57,3 +63,9 @@ def combine(a: tuple[jax.Array, jax.Array], b: tuple[jax.Array, jax.Array]) -> t
     low = jnp.minimum(a[0], b[0])
     kept, faded = jnp.where(first, a[1], b[1]), jnp.where(first, b[1], a[1])
     return top, kept + faded * jnp.exp2((low - top) * LOG2E)
+
+
+def log_sum_exp(leaves: list[tuple[jax.Array, jax.Array]]) -> jax.Array:
+    """Natural log-sum-exp of the (max, sum of exp) of the eight leaves."""
+    top, mass = tree(leaves, combine)
+    return top + jnp.log2(mass) * LN2

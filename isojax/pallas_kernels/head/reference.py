@@ -21,6 +21,7 @@ from isojax.schedule import (
 
 f32 = jnp.float32
 MASKED = -1e30
+VOCAB_CHUNK = 16384  # columns whose logits the backward holds at a time, at most
 
 
 def logits(hidden, weight):
@@ -78,22 +79,31 @@ def logprob(hidden, weight, targets, inv_temperature, *, emit_logits):
     return by_row_tiles(tile, hidden, targets, inv_temperature)
 
 
-def logprob_bwd(hidden, weight, targets, inv_temperature, lse, ct):
-    """d logprob / d z = onehot - softmax, tile by tile so that [T, V] is never held."""
-    rows = 64 if hidden.shape[0] % 64 == 0 else 16
-    n, d = hidden.shape
-    shape = lambda x: x.reshape(n // rows, rows, *x.shape[1:])
+def chunk_width(vocab, most):
+    """Columns of one chunk of the backward: as few chunks of at most `most` columns as can be, all of one width, a
+    multiple of VOCAB_TILE. The last one may reach past the end."""
+    chunks = -(-vocab // most)
+    return padded(-(-vocab // chunks), VOCAB_TILE)
 
-    def step(dw, x):
-        h, target, inv, row_lse, c = x
-        z = dot_t(h, weight) * inv[:, None]
-        p = jnp.exp2((z - row_lse[:, None]) * LOG2E)
-        onehot = target[:, None] == jnp.arange(weight.shape[0], dtype=jnp.int32)
-        dz = (onehot.astype(f32) - p) * (c * inv)[:, None]
-        dims = (((1,), (0,)), ((), ()))
-        dh = jax.lax.dot_general(dz, weight.astype(f32), dims).astype(h.dtype)
-        return dw + jax.lax.dot_general(dz, h.astype(f32), (((0,), (0,)), ((), ()))), dh
 
-    xs = tuple(map(shape, (hidden, targets, inv_temperature, lse, ct)))
-    dw, dh = jax.lax.scan(step, jnp.zeros((weight.shape[0], d), f32), xs)
-    return dh.reshape(n, d), dw
+def logprob_bwd(hidden, weight, targets, inv_temperature, lse, ct, into, *, vocab_chunk):
+    """d logprob / d z = onehot - softmax, by chunks of the vocabulary, so that [T, V] is never held."""
+    (vocab, d), width = weight.shape, chunk_width(weight.shape[0], vocab_chunk)
+    chunks = -(-vocab // width)
+    cut = jnp.pad(weight, ((0, chunks * width - vocab), (0, 0))).reshape(chunks, width, d)
+
+    def step(dh, x):
+        w, start = x
+
+        def tile(h, target, inv, row_lse, c):
+            p = jnp.exp2(dot_t(h, w) * (inv * LOG2E)[:, None] - (row_lse * LOG2E)[:, None])
+            hit = target[:, None] == start + jnp.arange(width, dtype=jnp.int32)
+            return (jnp.where(hit, 1 - p, -p) * (c * inv)[:, None]).astype(h.dtype)
+
+        dz = by_row_tiles(tile, hidden, targets, inv_temperature, lse, ct)
+        return dh + by_row_tiles(lambda t: dot_t(t, w.T), dz), dot_t(dz.T, hidden.T)
+
+    starts = jnp.arange(chunks, dtype=jnp.int32) * width
+    dh, dw = jax.lax.scan(step, jnp.zeros(hidden.shape, f32), (cut, starts))
+    dw = dw.reshape(chunks * width, d)[:vocab]
+    return dh.astype(hidden.dtype), dw if into is None else into + dw

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32
 
-from isojax.pallas_kernels.linear import kernel_sm90, reference, vjp
+from isojax.pallas_kernels.linear import kernel_grad_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
 from isojax.schedule import LEAF_QUANTUM, LEAVES
 
@@ -35,15 +35,29 @@ def row(x: Float[Array, "T K"], weight: Float[Array, "N K"], *, leaves: int = LE
     ...
 
 
-@region("linear.dgrad", version=1, backward=True)
+@region(
+    "linear.dgrad",
+    version=1,
+    rows=("ct",),
+    constants={"chain": "ascending N, one fp32 accumulator"},
+    backward=True,
+)
 def dgrad(ct: Float[Array, "T N"], weight: Float[Array, "N K"]) -> Float[Array, "T K"]:
     """ct @ weight: the gradient of a linear layer's input, fp32 chain, rounded once."""
     ...
 
 
-@region("linear.wgrad", version=1, backward=True)
-def wgrad(ct: Float[Array, "T N"], x: Float[Array, "T K"]) -> Float32[Array, "N K"]:
-    """ct.T @ x in fp32: the gradient of a linear layer's weight, not rounded."""
+@region(
+    "linear.wgrad",
+    version=1,
+    constants={"chain": "ascending T, one fp32 accumulator"},
+    backward=True,
+    adds=("into", 0),
+)
+def wgrad(
+    ct: Float[Array, "T N"], x: Float[Array, "T K"], into: Float32[Array, "N K"] | None = None
+) -> Float32[Array, "N K"]:
+    """ct.T @ x in fp32, not rounded: the gradient of a linear layer's weight; added to `into` where that is given."""
     ...
 
 
@@ -54,6 +68,6 @@ row.reference(reference.row, supports=reference.row_supports)
 row.kernel("sm90", kernel_sm90.row, supports=kernel_sm90.row_supports)
 row.vjp(vjp.row)
 dgrad.reference(reference.dgrad)
-dgrad.kernel("sm90", reference.dgrad, kind="xla")
+dgrad.kernel("sm90", kernel_grad_sm90.dgrad, supports=kernel_grad_sm90.dgrad_supports)
 wgrad.reference(reference.wgrad)
-wgrad.kernel("sm90", reference.wgrad, kind="xla")
+wgrad.kernel("sm90", kernel_grad_sm90.wgrad, supports=kernel_grad_sm90.wgrad_supports)

@@ -1,38 +1,41 @@
-"""Bench of the linear regions against torch.mm (cuBLAS), at Qwen3-1.7B's shapes."""
+"""Bench of the linear regions against torch.mm (cuBLAS). Ours computes whole blocks of 64 rows, the peer the true M."""
 
 from __future__ import annotations
 
+import functools
+
 from isojax.gates.bench import BenchCase, Operand
+from isojax.gates.shapes import MODELS, ROWS, padded
 from isojax.pallas_kernels.linear import column, row
-
-ROWS = (64, 128, 256, 1024, 4096, 16384)
-COLUMN = (("qkv", 4096, 2048), ("gate_up", 12288, 2048))
-ROW = (("o", 2048, 2048), ("down", 2048, 6144))
+from isojax.schedule import LEAVES
 
 
-def _peer(torch, x, weight):
+def _peer(rows, torch, x, weight):
+    x = x[:rows]
     return lambda: torch.mm(x, weight.t())
 
 
-def _cases(shapes):
-    return [
-        BenchCase(
-            f"{name} T{t} N{n} K{k}",
-            (Operand("bf16", (t, k)), Operand("bf16", (n, k))),
-            bytes=2 * (t * k + n * k + t * n),
-            flops=2 * t * n * k,
-            peer=_peer,
-        )
-        for name, n, k in shapes
-        for t in ROWS
-    ]
+def _case(m, part, n, k, t, **statics):
+    return BenchCase(
+        f"{m.name} {part} M{t} N{n} K{k}",
+        (Operand("bf16", (padded(t), k)), Operand("bf16", (n, k), scale=k**-0.5)),
+        bytes=2 * (t * k + n * k + t * n),
+        flops=2 * t * n * k,
+        statics=statics,
+        peer=functools.partial(_peer, t),
+        against="torch.mm",
+        model=m.name,
+        part=part,
+        at={"M": t},
+    )
 
 
 @column.bench_cases
 def column_cases():
-    return _cases(COLUMN)
+    return [_case(m, *linear, t) for m in MODELS for linear in m.column for t in ROWS]
 
 
 @row.bench_cases
 def row_cases():
-    return _cases(ROW)
+    """A rank of a tensor-parallel model owns its share of the leaves."""
+    return [_case(m, *linear, t, leaves=LEAVES // m.ranks) for m in MODELS for linear in m.row for t in ROWS]

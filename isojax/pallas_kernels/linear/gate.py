@@ -17,7 +17,8 @@ from isojax.schedule import LEAVES, tree
 
 K, N = 1024, 160  # leaves of 128; N is no multiple of a tile
 
-# What is free to tune and must not show: tile shapes, pipeline depth and step, warpgroups, clusters, order of work.
+# What is free to tune and must not show: tile shapes, pipeline depth and step, warpgroups, clusters, order of work,
+# blocks that share the leaves of a tile.
 SINGLE = (
     Tiles(64, 16, 64, (1, 1)),
     Tiles(64, 32, 16, (2, 1)),
@@ -26,14 +27,16 @@ SINGLE = (
     Tiles(64, 256, 32, (1, 1)),
     Tiles(64, 64, 64, (2, 1), cluster=2, shared="x"),
     Tiles(64, 64, 64, (2, 1), cluster=2, shared="w"),
+    Tiles(64, 32, 128, (1, 1)),
+    Tiles(64, 96, 32, (2, 1), cluster=2, shared="w"),
 )
 LEAVED = (
     Tiles(64, 32, 64, (1, 1)),
     Tiles(64, 64, 16, (1, 2)),
     Tiles(64, 128, 64, (2, 1)),
     Tiles(64, 128, 32, (2, 1), cluster=2, shared="w"),
-    Tiles(64, 96, 64, (1, 1), split=True),
-    Tiles(64, 128, 64, (2, 1), split=True),
+    Tiles(64, 96, 64, (1, 1), split=2),
+    Tiles(64, 48, 128, (2, 1)),
 )
 
 

@@ -36,15 +36,31 @@ class Item(NamedTuple):
     leaf: Any = 0
 
 
+class Stored(NamedTuple):
+    """How the operands lie in memory: as [rows, K], or with the contraction first, as [K, rows].
+
+    chunk: columns of a swizzled block, at most; wgmma wants the same for both, so it must divide every warpgroup's
+    share and every total of an operand that is stored [K, rows]. 64 (128 bytes) is best, 16 is the least.
+    """
+
+    x_first: bool = False
+    w_first: bool = False
+    chunk: int = 64
+
+
+ROWS_FIRST = Stored()
+
+
 class Scratch(NamedTuple):
     """Shared memory of one block, as kernel scratch: see `scratch`."""
 
-    x: Any  # [stages, rows, k]
-    w: Any  # [stages, cols, k]
+    x: Any  # [stages, rows, k], or [stages, k, rows]
+    w: Any  # [stages, cols, k], or [stages, k, cols]
     full: Any  # a stage is filled
     free: Any  # a stage may be overwritten
-    stage: Any  # [warpgroups, 2, 64, wide]: output on its way to TMA; absent where nothing is stored
-    park: Any  # [levels, warpgroups, m, n] fp32: upper levels of the tree; absent where registers suffice
+    stage: Any  # [warpgroups, slots, 64, wide]: output on its way to TMA; absent where nothing is stored
+    park: Any  # [warpgroups, levels, m, n] fp32: upper levels of the tree; absent where registers suffice
+    meet: Any = None  # what meet_sm90 adds: leaves of a tile that lie in several blocks
 
 
 def tiled(cols: int, dtype: Any) -> tuple[Any, ...]:
@@ -66,26 +82,34 @@ def chunk(n: int, total: int, dtype: Any) -> int:
     return min(128 // jnp.dtype(dtype).itemsize, both & -both)
 
 
-def scratch(t: Tiles, leaves: int, out_dtype: Any = None, wide: int = 0) -> Scratch:
-    """The scratch types of a product with these tiles, None where absent. wide: columns stored at a time, or 0."""
-    groups, stage, park, used = t.warpgroups, None, None, 0
-    if wide:
-        stage = plgpu.SMEM((groups, 2, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
-        used += groups * 2 * 64 * wide * jnp.dtype(out_dtype).itemsize
+def scratch(
+    t: Tiles, leaves: int, out_dtype: Any = None, wide: int = 0, stored: Stored = ROWS_FIRST, reserved: int = 0
+) -> Scratch:
+    """The scratch types of a product with these tiles, None where absent. wide: columns stored at a time, or 0.
+
+    reserved: bytes of shared memory that the caller uses besides.
+    """
+    groups, stage, park, used = t.warpgroups, None, None, reserved
+    slots, part = 2, 64 * wide * jnp.dtype(out_dtype or jnp.int8).itemsize
     if levels := t.parked(leaves):
-        park = plgpu.SMEM((levels, groups, t.m, t.n), jnp.float32, transforms=tiled(t.n, jnp.float32))
-        used += levels * groups * t.m * t.n * 4
+        park = plgpu.SMEM((groups, levels, t.m, t.n), jnp.float32, transforms=tiled(t.n, jnp.float32))
+        used += groups * levels * t.m * t.n * 4
+        slots = levels * t.m * t.n * 4 // part if wide else 0
+    if wide:
+        stage = plgpu.SMEM((groups, slots, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
+        used += 0 if levels else groups * slots * part
     stages = t.stages(used)
     if stages < 2:
         raise ValueError(f"{t} leaves no room for two pipeline stages in shared memory")
-    ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=tiled(t.k, jnp.bfloat16))
+    ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=tiled(min(t.k, stored.chunk), jnp.bfloat16))
+    shape = lambda first, rows: (stages, t.k, rows) if first else (stages, rows, t.k)
     if t.cluster == 1:
         free = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
     else:
         free = plgpu.ClusterBarrier(collective_axes=("peer",), num_arrivals=groups, num_barriers=stages)
     return Scratch(
-        ring((stages, t.rows, t.k)),
-        ring((stages, t.cols, t.k)),
+        ring(shape(stored.x_first, t.rows)),
+        ring(shape(stored.w_first, t.cols)),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         free,
         stage,
@@ -97,20 +121,25 @@ def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Sc
     """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch)."""
     present = {k: v for k, v in s._asdict().items() if v is not None}
     absent = dict.fromkeys(s._fields)
+    if both := s.park is not None and s.stage is not None:
+        # One memory: when a warpgroup stores a total, nothing of it is parked any more. Its shares are equally large.
+        present["park"] = plgpu.RefUnion(present["park"], present.pop("stage"))
 
     def with_scratch(*refs: Any, **kw: Any) -> None:
+        if both:
+            kw["park"], kw["stage"] = kw["park"]
         body(*refs, Scratch(**{**absent, **kw}))
 
     return plgpu.kernel(
         with_scratch,
         out_type=out_type,
         scratch_types=present,
-        grid=(min(items, SMS // t.cluster),),
+        grid=(min(items, SMS // t.blocks),),
         grid_names=("block",),
         num_threads=t.warpgroups + 1,
         thread_name="wg",
-        cluster=(t.cluster,) if t.cluster > 1 else (),
-        cluster_names=("peer",) if t.cluster > 1 else (),
+        cluster=(t.blocks,) if t.blocks > 1 else (),
+        cluster_names=("peer",) if t.blocks > 1 else (),
     )
 
 
@@ -148,6 +177,7 @@ def product(
     steps: int,
     leaves: int,
     finish: Callable[[Any, Any, Any, jax.Array], None],
+    stored: Stored = ROWS_FIRST,
 ) -> None:
     """Run work items: `leaves` chains of `steps` steps each, from locate(item), then finish.
 
@@ -156,33 +186,49 @@ def product(
     """
     stages = s.x.shape[0]
     every = steps * leaves  # ring steps of an item
+    behind = min(max(1, 64 // t.k), steps - 1, stages - 1)  # steps that multiply while the next one is issued
     wg = lax.axis_index("wg")
 
     def share(operand: str) -> Any:
         return ("peer",) if t.cluster > 1 and t.shared == operand else None
+
+    def window(first: bool, rows: Any, k: Any) -> tuple[Any, Any]:
+        return (k, rows) if first else (rows, k)
+
+    def matrix(ref: Any, first: bool, slot: Any, rows: Any) -> Any:
+        """`rows` of a stage, as a [rows, k] matrix."""
+        return ref.at[slot, :, rows].T if first else ref.at[slot, rows]
 
     @pl.when(wg == t.warpgroups)
     def _produce():
         if t.warpgroups > 1:
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
-        @plgpu.nd_loop((items,), collective_axes="block")
-        def _item(info):
-            at = locate(info.index[0])
+        def stream(operand: str) -> None:
+            """Load all of one operand, in one warp: two warps issue copies twice as fast as one warpgroup."""
+            first, source, target = (stored.x_first, x, s.x) if operand == "x" else (stored.w_first, w, s.w)
 
-            def load(i, _):
-                slot = lax.rem(info.local_index * every + i, stages)
-                plgpu.barrier_wait(s.free.at[slot])
-                k = pl.ds(at.depth + i * t.k, t.k)
-                copy = functools.partial(plgpu.copy_gmem_to_smem, barrier=s.full.at[slot])
-                copy(x.at[pl.ds(at.row, t.rows), k], s.x.at[slot], collective_axes=share("x"))
-                copy(w.at[pl.ds(at.col, t.cols), k], s.w.at[slot], collective_axes=share("w"))
+            @plgpu.nd_loop((items,), collective_axes="block")
+            def _item(info):
+                at = locate(info.index[0])
+                rows = pl.ds(at.row, t.rows) if operand == "x" else pl.ds(at.col, t.cols)
 
-            lax.fori_loop(0, every, load, None)
+                def load(i, _):
+                    slot = lax.rem(info.local_index * every + i, stages)
+                    plgpu.barrier_wait(s.free.at[slot])
+                    part = source.at[window(first, rows, pl.ds(at.depth + i * t.k, t.k))]
+                    plgpu.copy_gmem_to_smem(part, target.at[slot], s.full.at[slot], collective_axes=share(operand))
 
-        # Wait until every stage was read, here and in the cluster: no block may leave while peers still write to it.
-        for i in range(stages):
-            plgpu.barrier_wait(s.free.at[i])
+                lax.fori_loop(0, every, load, None)
+
+            # Wait until every stage was read, here and in the cluster: no block may leave while peers write to it.
+            for i in range(stages):
+                plgpu.barrier_wait(s.free.at[i])
+
+        @plgpu.warp_map
+        def _warp(warp):
+            pl.when(warp == 0)(functools.partial(stream, "x"))
+            pl.when(warp == 1)(functools.partial(stream, "w"))
 
     @pl.when(wg < t.warpgroups)
     def _consume():
@@ -204,19 +250,24 @@ def product(
                     def mma(i):
                         slot = lax.rem(first + i, stages)
                         plgpu.barrier_wait(s.full.at[slot])
-                        a = s.x.at[slot, pl.ds(down * t.m, t.m)]
-                        b = s.w.at[slot, pl.ds(right * t.n, t.n)]
+                        a = matrix(s.x, stored.x_first, slot, pl.ds(down * t.m, t.m))
+                        b = matrix(s.w, stored.w_first, slot, pl.ds(right * t.n, t.n))
                         plgpu.wgmma(acc, a, b.T)
+
+                    def release(i):
+                        plgpu.barrier_arrive(s.free.at[lax.rem(first + i, stages)])
 
                     def step(i, _):
                         mma(i)
-                        plgpu.wgmma_wait(1)  # the one before this is done: its stage is free
-                        plgpu.barrier_arrive(s.free.at[lax.rem(first + i - 1, stages)])
+                        plgpu.wgmma_wait(behind)
+                        release(i - behind)
 
-                    mma(0)
-                    lax.fori_loop(1, opaque(steps), step, None)
+                    for i in range(behind):
+                        mma(i)
+                    lax.fori_loop(behind, opaque(steps), step, None)
                     value = acc[...]  # waits for all
-                    plgpu.barrier_arrive(s.free.at[lax.rem(first + steps - 1, stages)])
+                    for i in range(steps - behind, steps):
+                        release(i)
                     return value
 
                 return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((t.m, t.n), jnp.float32))
@@ -229,21 +280,21 @@ def product(
                     left = half(low)
                     # Pinned here: LLVM would put the sums off until after later chains and keep every leaf alive.
                     return lax.optimization_barrier(left + half(low + count // 2))
-                park = s.park.at[level, wg]
+                park = s.park.at[wg, level]
 
-                def each(i, _):
+                def each(i, _):  # a loop: half as much code as both halves written out, and fewer registers
                     part = half(low + i * (count // 2))
 
                     @pl.when(i == 0)
                     def _():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last total has left this memory
                         park[...] = part
 
-                    @pl.when(i == 1)
-                    def _():
-                        park[...] = park[...] + part
+                    return part
 
-                lax.fori_loop(0, opaque(2), each, None)
-                return park[...]
+                nothing = plgpu.layout_cast(jnp.zeros((t.m, t.n), jnp.float32), plgpu.Layout.WGMMA)
+                right = lax.fori_loop(0, opaque(2), each, nothing)
+                return lax.optimization_barrier(park[...] + right)
 
             finish(at, at.row + down * t.m, at.col + right * t.n, add(0, leaves, 0))
 
@@ -257,17 +308,20 @@ def store(out: Any, s: Scratch, row: Any, col: Any, value: jax.Array, limit: Any
     """
     wg = lax.axis_index("wg")
     m, n = value.shape
-    wide = s.stage.shape[-1]
+    slots, wide = s.stage.shape[1], s.stage.shape[-1]
+    if out.shape[-1] == wide:  # Mosaic drops the coordinate of an axis with one chunk: parts past the edge would hit it
+        limit = wide
     value = value.astype(out.dtype)
 
     def part(slot: int, i: int, j: int) -> None:
-        buffer = s.stage.at[wg, slot % 2]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the copy before last has read this buffer
+        buffer = s.stage.at[wg, slot % slots]
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the copy that was last in it has read this buffer
         buffer[...] = value[i : i + 64, j : j + wide]
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row + i, 64), pl.ds(col + j, wide)])
 
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # both buffers are free, however many parts the last call had
+    # All buffers are free, however many parts the last call had; and all of the warpgroup has read what was parked.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for slot, (i, j) in enumerate((i, j) for i in range(0, m, 64) for j in range(0, n, wide)):
         write = functools.partial(part, slot, i, j)
         write() if limit is None else pl.when(col + j < limit)(write)

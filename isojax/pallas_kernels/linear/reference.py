@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from isojax.errors import Unsupported
-from isojax.schedule import LEAF_QUANTUM, by_row_tiles, padded, tree
+from isojax.schedule import LEAF_QUANTUM, ROW_TILE, by_row_tiles, padded, tree
 
 f32 = jnp.float32
 
@@ -54,5 +54,10 @@ def dgrad(ct, weight):
     return jax.lax.dot_general(ct, weight, dims, preferred_element_type=f32).astype(ct.dtype)
 
 
-def wgrad(ct, x):
-    return jax.lax.dot_general(ct, x, (((0,), (0,)), ((), ())), preferred_element_type=f32)
+def wgrad(ct, x, into):
+    """By tiles of tokens, so that tokens of zeros at the end change nothing."""
+    tiles = [a.reshape(-1, ROW_TILE, a.shape[1]) for a in (ct, x)]
+    dims = (((0,), (0,)), ((), ()))
+    add = lambda total, t: (total + jax.lax.dot_general(t[0], t[1], dims, preferred_element_type=f32), None)
+    total = jax.lax.scan(add, jnp.zeros((ct.shape[1], x.shape[1]), f32), tuple(tiles))[0]
+    return total if into is None else into + total

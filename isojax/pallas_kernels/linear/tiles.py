@@ -12,8 +12,8 @@ from dataclasses import dataclass
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200; a part with fewer just takes more waves
 SMEM = 227 * 1024  # bytes of shared memory that one block can have
 SLACK = 3 * 1024  # barriers and alignment
-REGISTERS = 200  # fp32 accumulators that a consumer thread can hold next to its addresses, without spilling
-MAX_STAGES = 8
+REGISTERS = 200  # fp32 accumulators of a consumer thread, at most
+MAX_STAGES = 16
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Tiles:
 
     m, n: one consumer warpgroup's accumulator. groups: consumer warpgroups along M and N. cluster: blocks that share
     one operand by multicast, neighbours along N where `shared` is 'x', along M where it is 'w'. snake: block tiles side
-    by side in the order of work, for locality in L2. split: each leaf of K is a work item of its own, its fp32 partial
-    goes through memory and a second kernel adds the tree.
+    by side in the order of work, for locality in L2. split: blocks of a cluster that share the leaves of one tile
+    (meet_sm90), with cluster 1.
     """
 
     m: int
@@ -33,7 +33,12 @@ class Tiles:
     cluster: int = 1
     shared: str = "x"
     snake: int = 8
-    split: bool = False
+    split: int = 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a cluster."""
+        return self.cluster * self.split
 
     @property
     def rows(self) -> int:
@@ -49,12 +54,38 @@ class Tiles:
 
     def parked(self, leaves: int) -> int:
         """Levels of a tree over `leaves` leaves that wait in shared memory, the topmost; the others are registers."""
-        levels = leaves.bit_length() - 1
-        return max(0, levels - (REGISTERS // (self.m * self.n // 128) - 1))
+        levels, size = leaves.bit_length() - 1, self.m * self.n // 128
+        held = min(levels, self.registers // size - 1)
+        if held > 2 and (held + 1) * size > 160:  # eight chains in one piece of code need more addresses
+            held = 2
+        return levels - held
+
+    @property
+    def registers(self) -> int:
+        """fp32 accumulators that a consumer thread can hold next to its addresses, without spilling."""
+        return min(REGISTERS, 480 // self.warpgroups - 40)
 
     def stages(self, other_bytes: int) -> int:
         """Pipeline depth that fits next to `other_bytes` of shared memory."""
         return min(MAX_STAGES, (SMEM - SLACK - other_bytes) // ((self.rows + self.cols) * self.k * 2))
+
+
+def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
+    """Why no kernel can have these tiles for a product over k in `leaves` leaves, or ''. n: columns of the output."""
+    del n  # edges are clipped
+    if t.m not in (64, 128) or t.n % 8 or not 16 <= t.n <= 256 or t.k not in (16, 32, 64, 128, 256):
+        return f"no tile is {t.m} x {t.n} x {t.k}"
+    if min(t.groups) < 1 or t.warpgroups > 4 or t.snake < 1:
+        return f"{t.groups} warpgroups cannot be launched"
+    if t.shared not in ("x", "w") or t.blocks not in (1, 2, 4, 8) or min(t.cluster, t.split) > 1:
+        return f"no cluster shares {t.shared!r} among {t.cluster} blocks and leaves among {t.split}"
+    if leaves % t.split or t.n // t.split < 16 or t.n % (8 * t.split):
+        return f"{t.split} blocks cannot share {leaves} leaves and {t.n} columns"
+    if t.m * t.n // 128 > t.registers:
+        return f"accumulators of {t.m} x {t.n} do not fit into the registers of {t.warpgroups} warpgroups"
+    if leaves < 1 or k % leaves or k // leaves % t.k:
+        return f"a step of {t.k} does not divide a leaf of {k} / {leaves}"
+    return ""
 
 
 def step(width: int) -> int:
@@ -62,31 +93,70 @@ def step(width: int) -> int:
     return next((k for k in (64, 32, 16) if width % k == 0), 0)
 
 
-def one_wave(t: int, n: int, rows: int) -> int:
-    """Columns of a block tile such that the SMs get one tile each, as evenly as multiples of 16 allow; 16 to 256."""
-    return min(256, max(16, -(-n * -(-t // rows) // SMS // 16) * 16))
+def stride(width: int, most: int = 64) -> int:
+    """Columns of one pipeline step, at most `most`, that divide a leaf of this width, a multiple of 16."""
+    return next(k for k in (128, 64, 32, 16) if k <= most and width % k == 0)
+
+
+def share(n: int, tiles: int) -> int:
+    """Columns of each of `tiles` tiles that are as equal as multiples of 16 allow; 16 to 256."""
+    return min(256, max(16, -(-n // tiles // 16) * 16))
+
+
+def waves(t: int, n: int, rows: int, cols: int) -> int:
+    """How many tiles follow each other on an SM."""
+    return -(-(-(-t // rows) * -(-n // cols)) // SMS)
+
+
+def by_model(t: int, n: int, most: int, groups: tuple[tuple[int, int], ...] = ((2, 1),)) -> list[tuple[int, int, int]]:
+    """(columns, groups along M, along N) of tiles for x [t, k], weight [n, k], the fastest first by a model.
+
+    A step of 64 is bound by shared memory: operands come in once and go out to each warpgroup, 128 bytes a cycle (the
+    tensor cores need less up to 256 columns), and no step takes less than 160 cycles. most: columns of a warpgroup.
+    """
+
+    def cost(tile: tuple[int, int, int]) -> tuple[int, int]:
+        cols, down, right = tile
+        m, n_ = 64 * down, cols * right
+        out = 4 * down * right * (2048 + 32 * cols)
+        cycles = max(160, ((m + n_) * 128 + out) // 128)
+        if down * right == 1:  # nobody multiplies while it waits or stores
+            cycles = cycles * 5 // 4
+        return waves(t, n, m, n_) * cycles, -m * n_
+
+    return sorted([(c, *g) for g in groups for c in range(16, most + 1, 16)], key=cost)
 
 
 def for_column(t: int, n: int, k: int) -> Tiles:
-    """Tiles of a single chain over K: x [t, k], weight [n, k]."""
-    if t > 256:
-        big = t * n >= 256 * 128 * SMS
-        return Tiles(128 if big else 64, 128, step(k), (2, 1))
-    # Weights are streamed once; as many narrow tiles as there are SMs share that work.
-    rows = 64 if t <= 64 else 128
-    cols = one_wave(t, n, rows)
-    if rows == 64 and cols >= 128:
-        return Tiles(64, cols // 2, step(k), (1, 2))
-    return Tiles(64, cols, step(k), (rows // 64, 1))
+    """Tiles of a single chain over K: x [t, k], weight [n, k]; k a multiple of 16."""
+    if t <= 128:  # weights are streamed once; as many narrow tiles as there are SMs share that work
+        cols, down = share(n, SMS), -(-t // 64)
+        if cols > 192:
+            return Tiles(64, 128, stride(k), (down, 2 if t <= 64 else 1))
+        return Tiles(64, cols, stride(k, 128 if t <= 64 else 64), (down, 1))
+    if t <= 256:
+        cols, *groups = by_model(t, n, 192, ((2, 1), (1, 1)))[0]
+        if waves(t, n, 64 * groups[0], cols) > 1 and t > 192:
+            return Tiles(64, cols, stride(k), (2, 1), cluster=2, shared="w")
+        return Tiles(64, cols, stride(k, 128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
+    cols, *_ = by_model(t, n, 256)[0]
+    if t % 256 == 0:
+        return Tiles(64, cols, stride(k), (2, 1), cluster=2, shared="w")
+    return Tiles(64, cols, stride(k), (2, 1))
 
 
 def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
     """Tiles of `leaves` chains and their tree; k / leaves is a multiple of 16."""
-    if t > 256:
-        return Tiles(64, 128, step(k // leaves), (2, 1))
-    # One block a leaf: few rows still occupy all SMs, and the partials that a second kernel adds stay in L2.
-    rows = 64 if t <= 64 else 128
-    return Tiles(64, min(128, one_wave(t, n * leaves, rows)), step(k // leaves), (rows // 64, 1), split=True)
+    if leaves == 1:
+        return for_column(t, n, k)
+    width = k // leaves
+    if t <= 64:
+        return Tiles(64, min(96, share(n, SMS)), stride(width, 128), (1, 1))
+    if t <= 256:
+        cols, *groups = by_model(t, n, 96, ((2, 1), (1, 1)))[0]
+        return Tiles(64, cols, stride(width, 128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
+    cols, *_ = by_model(t, n, 128)[0]
+    return Tiles(64, cols, stride(width), (2, 1))
 
 
 def for_vocabulary(t: int, k: int, emit_logits: bool = False) -> Tiles:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float
 
-from isojax.pallas_kernels.mlp import kernel_sm90, reference, vjp
+from isojax.pallas_kernels.mlp import kernel_bwd_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
 
 
@@ -14,7 +14,7 @@ def swiglu(gate_up: Float[Array, "T 2F"]) -> Float[Array, "T F"]:
     ...
 
 
-@region("mlp.swiglu_bwd", version=1, backward=True)
+@region("mlp.swiglu_bwd", version=1, backward=True, rows=("gate_up", "ct"), constants={"round": "once"})
 def swiglu_bwd(gate_up: Float[Array, "T 2F"], ct: Float[Array, "T F"]) -> Float[Array, "T 2F"]:
     """Gradient of mlp.swiglu."""
     ...
@@ -24,4 +24,4 @@ swiglu.reference(reference.swiglu)
 swiglu.kernel("sm90", kernel_sm90.swiglu, supports=kernel_sm90.swiglu_supports)
 swiglu.vjp(vjp.swiglu)
 swiglu_bwd.reference(reference.swiglu_bwd)
-swiglu_bwd.kernel("sm90", reference.swiglu_bwd, kind="xla")
+swiglu_bwd.kernel("sm90", kernel_bwd_sm90.swiglu_bwd, supports=kernel_bwd_sm90.swiglu_bwd_supports)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isojax.gates.bench import BenchCase, Operand
+from isojax.gates.shapes import BATCH_ROWS, distinct
 from isojax.pallas_kernels.mlp import swiglu
 
 
@@ -14,6 +15,14 @@ def _peer(torch, gate_up):
 @swiglu.bench_cases
 def cases():
     return [
-        BenchCase(f"T{t} F{f}", (Operand("bf16", (t, 2 * f)),), bytes=3 * 2 * t * f, peer=_peer)
-        for t, f in ((64, 6144), (16384, 1536), (16384, 6144), (8192, 14336))
+        BenchCase(
+            f"{m.name} M{t} F{m.ffn}",
+            (Operand("bf16", (t, 2 * m.ffn)),),
+            bytes=3 * 2 * t * m.ffn,
+            peer=_peer,
+            model=m.name,
+            at={"M": t},
+        )
+        for m in distinct("ffn")
+        for t in BATCH_ROWS
     ]

@@ -19,9 +19,9 @@ def swiglu_supports(gate_up):
     check_rows("mlp.swiglu", gate_up, columns=gate_up.shape[1] // 2, widest=65536)
 
 
-def _silu(x):
+def sigmoid(x):
     # Mosaic divides approximately (div.full), by the same instruction for every element
-    return x * (1.0 / (1.0 + jnp.exp2(x * -LOG2E)))
+    return 1.0 / (1.0 + jnp.exp2(x * -LOG2E))
 
 
 def swiglu(gate_up):
@@ -33,7 +33,7 @@ def swiglu(gate_up):
         for s in cut:
             gate = load(gate_up.at[t], s).astype(f32)
             up = load(gate_up.at[t], Strip(columns + s.start, s.width, s.vec)).astype(f32)
-            store(out.at[t], s, (_silu(gate) * up).astype(out.dtype))
+            store(out.at[t], s, (gate * sigmoid(gate) * up).astype(out.dtype))
 
     out = jax.ShapeDtypeStruct((rows, columns), gate_up.dtype)
     return plgpu.kernel(mlp_swiglu, out_type=out, grid=(rows,), grid_names=("row",))(gate_up)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from jaxtyping import Array, Float, Float32
 
-from isojax.pallas_kernels.norms import kernel_sm90, reference, vjp
+from isojax.pallas_kernels.norms import kernel_bwd_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
 
 _CONSTANTS = {"accumulate": "float32", "row_sum": "halving tree (cpu); one row per warpgroup (sm90)", "round": "once"}
+_BWD_CONSTANTS = {**_CONSTANTS, "dweight": "fp32; rows of a chunk ascending, then groups of chunks (sm90)"}
 
 
 @region("norms.rms", version=1, rows=("x",), constants=_CONSTANTS)
@@ -34,7 +35,7 @@ def add_rms(
     ...
 
 
-@region("norms.rms_bwd", version=1, backward=True)
+@region("norms.rms_bwd", version=2, backward=True, rows=("x", "rstd", "ct"), constants=_BWD_CONSTANTS)
 def rms_bwd(
     x: Float[Array, "T D"],
     weight: Float[Array, "D"],
@@ -47,7 +48,7 @@ def rms_bwd(
     ...
 
 
-@region("norms.add_rms_bwd", version=1, backward=True)
+@region("norms.add_rms_bwd", version=2, backward=True, rows=("h", "rstd", "ct_h", "ct_y"), constants=_BWD_CONSTANTS)
 def add_rms_bwd(
     h: Float[Array, "T D"],
     weight: Float[Array, "D"],
@@ -68,7 +69,7 @@ add_rms.reference(reference.add_rms)
 add_rms.kernel("sm90", kernel_sm90.add_rms, supports=kernel_sm90.add_rms_supports)
 add_rms.vjp(vjp.add_rms)
 rms_bwd.reference(reference.rms_bwd)
-rms_bwd.kernel("sm90", reference.rms_bwd, kind="xla")
+rms_bwd.kernel("sm90", kernel_bwd_sm90.rms_bwd, supports=kernel_bwd_sm90.rms_bwd_supports)
 add_rms_bwd.reference(reference.add_rms_bwd)
-add_rms_bwd.kernel("sm90", reference.add_rms_bwd, kind="xla")
+add_rms_bwd.kernel("sm90", kernel_bwd_sm90.add_rms_bwd, supports=kernel_bwd_sm90.add_rms_bwd_supports)
 rms_bwd.outputs = add_rms_bwd.outputs = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from isojax.schedule import sum_halves
+from isojax.schedule import ROW_TILE, padded, sum_halves
 
 f32 = jnp.float32
 
@@ -36,12 +36,21 @@ def add_rms(x, delta, weight, *, eps, zero_centered):
     return h, y, rstd
 
 
+def sum_rows(terms):
+    """[T, ...] -> sum over T: the rows of a chunk by halving, the chunks ascending, so that rows of zeros at the end
+    change nothing."""
+    rows = padded(terms.shape[0], ROW_TILE)
+    terms = jnp.pad(terms, [(0, rows - terms.shape[0])] + [(0, 0)] * (terms.ndim - 1))
+    chunks = jnp.moveaxis(terms.reshape(-1, ROW_TILE, *terms.shape[1:]), 1, -1)
+    return jax.lax.scan(lambda total, c: (total + sum_halves(c), None), jnp.zeros(terms.shape[1:], f32), chunks)[0]
+
+
 def _dx_dw(x, weight, rstd, ct, zero_centered):
     v, c, g = x.astype(f32), ct.astype(f32), gamma(weight, zero_centered)
     xhat = v * rstd[:, None]
     cg = c * g
-    dx = rstd[:, None] * (cg - xhat * jnp.mean(cg * xhat, -1, keepdims=True))
-    return dx, jnp.sum(c * xhat, 0)
+    mean = sum_halves(cg * xhat) * (1.0 / v.shape[-1])
+    return rstd[:, None] * (cg - xhat * mean[:, None]), sum_rows(c * xhat)
 
 
 def rms_bwd(x, weight, rstd, ct, *, zero_centered):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from isojax.gates.bench import BenchCase, Operand
+from isojax.gates.shapes import BATCH_ROWS, distinct
 from isojax.pallas_kernels.residual import add
 
 
@@ -13,6 +14,14 @@ def _peer(torch, x, delta):
 @add.bench_cases
 def cases():
     return [
-        BenchCase(f"T{t} D{d}", (Operand("bf16", (t, d)),) * 2, bytes=3 * 2 * t * d, peer=_peer)
-        for t, d in ((64, 4096), (16384, 576), (16384, 2048), (16384, 4096))
+        BenchCase(
+            f"{m.name} M{t} D{m.hidden}",
+            (Operand("bf16", (t, m.hidden)),) * 2,
+            bytes=3 * 2 * t * m.hidden,
+            peer=_peer,
+            model=m.name,
+            at={"M": t},
+        )
+        for m in distinct("hidden")
+        for t in BATCH_ROWS
     ]

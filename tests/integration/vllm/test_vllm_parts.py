@@ -16,6 +16,7 @@ from bridges.vllm.tap import Tap, by_request, digest
 from isojax import batch as batches
 from isojax import profile
 from isojax.errors import ConfigError, InputError, Unavailable
+from isojax.pallas_kernels.attn import work
 
 
 def config(**changes):
@@ -100,6 +101,7 @@ def common(padded: int | None = None, requests: int | None = None):
         seq_lens_cpu_upper_bound=pad(np.int32(CONTEXT), requests, 0),
         block_table_tensor=pad(table, requests, 0),
         query_start_loc_cpu=pad(starts, requests + 1, n),
+        max_query_len=max(QUERY),
     )
     return metadata, plain
 
@@ -107,7 +109,7 @@ def common(padded: int | None = None, requests: int | None = None):
 @pytest.mark.parametrize(("padded", "requests"), [(None, None), (32, 8), (32, 5)])
 def test_step_buffers_hold_what_the_reference_packs(padded, requests):
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
-    for x in step.arrays(128):
+    for x in step.arrays(128)[:-1]:
         x.fill_(7)  # an earlier step's contents
     metadata, plain = common(padded, requests)
     a = step.fill(metadata)
@@ -128,16 +130,86 @@ def test_a_dummy_batch_of_vllms_stays_in_bounds():
 
 def test_step_buffers_never_move():
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
-    before = [x.data_ptr() for x in step.arrays(24)]
+    before = [x.data_ptr() for x in step.arrays(24)[:-1]]
     metadata, _ = common()
-    assert [x.data_ptr() for x in step.fill(metadata)] == before
-    assert [x.data_ptr() for x in step.idle(24)] == before
-    assert all(x.is_contiguous() for x in step.arrays(24))
+    assert [x.data_ptr() for x in step.fill(metadata)[:-1]] == before
+    assert [x.data_ptr() for x in step.idle(24)[:-1]] == before
+    assert all(x.is_contiguous() for x in step.arrays(24)[:-1])
+
+
+def test_host_buffers_stay_on_the_host_whatever_torchs_default_device_is():
+    with torch.device("meta"):  # vLLM builds a model under its GPU
+        step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    metadata, plain = common()
+    a = step.fill(metadata)
+    assert all(x.device.type == "cpu" for x in a[:-1]) and np.array_equal(a.work.numpy(), plain.work)
+
+
+def decode(requests: int):
+    """CommonAttentionMetadata of a step with one row in each of `requests` requests of 20 tokens."""
+    whole = lambda x, dtype=torch.int32: torch.as_tensor(x, dtype=dtype)
+    return SimpleNamespace(
+        num_actual_tokens=requests,
+        num_reqs=requests,
+        positions=whole([19] * requests, torch.int64),
+        slot_mapping=whole(range(16, 16 + requests), torch.int64),
+        seq_lens_cpu_upper_bound=whole([20] * requests),
+        block_table_tensor=torch.ones(requests, 16, dtype=torch.int32),
+        query_start_loc_cpu=whole(range(requests + 1)),
+        max_query_len=1,
+    )
+
+
+def test_a_decode_step_fits_the_graphs_of_both_kinds():
+    step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
+    a = step.fill(decode(70))
+    assert (len(a.tokens), a.tile, a.work.tolist()) == (128, 1, [[i, 0] for i in range(70)] + [[-1, 0]] * 58)
+    many = step.arrays(70)
+    assert many.tile > 1 and many.work.data_ptr() == a.work.data_ptr()
+    query, tile = np.ones(70, np.int32), many.tile
+    assert np.array_equal(many.work.numpy(), work.work_list(query, tile, len(many.work)))
+    assert all(x.data_ptr() % 16 == 0 for x in many[:-1])  # what a TMA descriptor takes
+    metadata, _ = common()
+    assert step.fill(metadata).tile == tile
+    step.decode = False  # a mixed graph is captured with one row a request
+    assert step.fill(decode(70)).tile == tile
+
+
+def test_the_dispatcher_has_graphs_of_both_kinds():
+    from vllm.config import CUDAGraphMode
+
+    from bridges.vllm.graphs import IsoDispatcher
+
+    sizes = graphs(200, max_num_seqs=150)["cudagraph_capture_sizes"]
+    compilation = SimpleNamespace(
+        cudagraph_mode=CUDAGraphMode.FULL,
+        cudagraph_capture_sizes=sizes,
+        max_cudagraph_capture_size=200,
+        compile_sizes=None,
+        cudagraph_specialize_lora=False,
+    )
+    settings = config(scheduler_config=SimpleNamespace(max_num_seqs=150), compilation_config=compilation)
+    settings.num_speculative_tokens = 0
+    made = IsoDispatcher(settings)  # type: ignore[arg-type]
+    made.initialize_cudagraph_keys(CUDAGraphMode.FULL)
+    [(mode, keys)] = made.get_capture_descs()
+    assert mode is CUDAGraphMode.FULL
+    assert sorted((k.num_tokens, k.uniform) for k in keys) == sorted(
+        [(n, False) for n in sizes] + [(n, True) for n in (64, 128, 150)]
+    )
+    full = lambda n, uniform: made.dispatch(n, uniform)[1]
+    assert (full(3, True).num_tokens, full(3, True).uniform) == (64, True)
+    assert (full(149, True).num_tokens, full(149, True).uniform) == (150, True)
+    assert (full(149, False).num_tokens, full(149, False).uniform) == (150, False)
+    assert (full(199, True).num_tokens, full(199, True).uniform) == (200, False)
+    assert made.dispatch(3, True, valid_modes={CUDAGraphMode.NONE})[0] is CUDAGraphMode.NONE
 
 
 def test_buckets_and_graphs():
     assert buckets(200, "cpu") == [16, 32, 48, 64, 96, 128, 192]
-    assert graphs(200) == {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [64, 128, 192, 200]}
+    made = graphs(200, max_num_seqs=150)
+    assert made == {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [64, 128, 150, 192, 200]}
+    assert graphs(64, max_num_seqs=100)["cudagraph_capture_sizes"] == [64]
 
 
 # -- arguments --------------------------------------------------------------------------------------------------------
@@ -222,7 +294,7 @@ def test_an_uncovered_region_an_unclaimed_degree_and_other_identities_are_refuse
 def test_vllm_takes_the_graph_settings():
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
-    made = CompilationConfig(**graphs(200))
+    made = CompilationConfig(**graphs(200, 16))
     assert (made.mode, made.cudagraph_mode) == (CompilationMode.NONE, CUDAGraphMode.FULL)
 
 
@@ -256,6 +328,16 @@ def test_the_v2_runner_is_refused():
 
     with pytest.raises(Unavailable, match="VLLM_USE_V2_MODEL_RUNNER=0"):
         IsoWorker(SimpleNamespace(use_v2_model_runner=True))
+
+
+def test_free_memory_that_differs_a_little_gives_the_same_number_of_blocks():
+    from bridges.vllm.worker import coarse
+
+    block = 3 << 20
+    for blocks in (1, 31, 32, 63, 64, 1000, 33333):
+        got = coarse(blocks * block + 17, block)
+        assert got % block == 0 and 0.968 * blocks <= got // block <= blocks
+    assert coarse(40000 * block, block) == coarse(39990 * block + 5, block)
 
 
 def test_plug():

@@ -120,3 +120,33 @@ def test_pairs_that_do_not_fit_are_refused():
         layer_function(fwd, bwd, diff=(0, 1), n_out=2, arch="cpu")
     with pytest.raises(Refused, match="does not fit"):
         layer_function(fwd, bwd, diff=range(5), n_out=1, arch="cpu")
+
+
+def test_gradients_are_added_to_buffers_inside_their_regions():
+    """Bits of adding afterwards: fp32 buffer plus fp32 gradient, one rounding. A partial offer adds nothing."""
+    _, fn = built()
+    flat = tensors(random(SPECS))
+    start = [torch.randn(x.shape) for x in flat]
+
+    def gradients(held):
+        seen = {}
+
+        def on_grad(i, leaf, grad):
+            seen[i] = grad
+
+        outs = fn(*flat, on_grad=on_grad, into=lambda i, leaf: held.get(i))
+        torch.autograd.backward(outs, [torch.ones_like(o) for o in outs])
+        return seen
+
+    apart = gradients({})
+    held = {i: start[i].clone() for i in (2, 3, 4)}
+    offered = gradients(held)
+    program, added = fn.adding
+    assert [fn.diff[g] for g in added] == [3, 4], "both linears' weights; a norm's gradient has no such region"
+    assert len(program.program.inputs) == len(fn.backward.program.inputs) + 2
+    for i in (3, 4):
+        assert offered[i] is held[i] and torch.equal(held[i], start[i] + apart[i])
+    assert torch.equal(held[2], start[2]) and torch.equal(offered[2], apart[2])
+    one = {3: start[3].clone()}
+    again = gradients(one)
+    assert torch.equal(one[3], start[3]) and torch.equal(again[3], apart[3])

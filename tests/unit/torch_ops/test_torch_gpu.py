@@ -41,6 +41,29 @@ def test_launched_is_jitted():
     assert same(compiled(*on_gpu(args)), jit_on_gpu(layer, args))
 
 
+def test_kept_kernels_give_the_bits_of_compiled_ones(tmp_path, monkeypatch):
+    from bridges.torch_ops import cuda
+
+    monkeypatch.setenv("ISOJAX_CACHE", str(tmp_path))
+    B = torch.bfloat16
+    avals = jax.ShapeDtypeStruct((128, 1024), "bfloat16"), jax.ShapeDtypeStruct((512, 1024), "bfloat16")
+    region, device = lookup("linear.row"), torch.device("cuda", torch.cuda.current_device())
+    bound, kw = region.bind(avals, dict(leaves=8))
+    key = cuda._key(region, bound, kw, device)
+    cuda._launchers.pop(key, None)
+    cuda.prepare([(region, bound, kw)], device)
+    kept = cuda._launchers.pop(key)  # made by a worker, loaded from its file
+    here = cuda.region_function(region, bound, kw, device)
+    x, w = torch.randn(128, 1024, device=device).to(B), torch.randn(512, 1024, device=device).to(B)
+    graph = torch.cuda.CUDAGraph()
+    want = [o.clone() for o in here(x, w)]
+    assert all(torch.equal(a, b) for a, b in zip(kept(x, w), want, strict=True))
+    with torch.cuda.graph(graph):
+        outs = kept(x, w)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(outs, want, strict=True))
+
+
 def test_side_stream_and_graph_replay_with_new_contents():
     compiled = compile_program(trace(layer, *SPECS), arch="sm90")
     args = random(SPECS)

@@ -12,9 +12,8 @@ from bridges.torch_ops import cuda, xla
 from bridges.torch_ops.cuda import Launcher
 from isojax.errors import InputError, Unavailable, Unsupported
 from isojax.kernel_plan import Copy, Fill, Launch, kernel_plan
-from isojax.region import lookup
 
-from .torch_ops_toys import BF16, F32, Spec, counted, overwritten, scaled, toy
+from .torch_ops_toys import F32, Spec, counted, overwritten, scaled, toy
 
 CPU = torch.device("cpu")
 X = Spec((2, 128), F32)
@@ -168,7 +167,7 @@ def test_work_left_to_xla_is_refused():
     with pytest.raises(Unsupported, match="toy.left: given stablehlo.sine between its kernels"):
         kernel_plan(region, [X], {})
     with pytest.raises(Unsupported, match="of kind 'xla'"):
-        kernel_plan(lookup("linear.wgrad"), [Spec((64, 64), BF16)] * 2, {})
+        kernel_plan(toy("stand_in", jnp.sin, jnp.sin, kind="xla"), [X], {})
 
 
 def test_leading_rows_are_a_view():
@@ -193,7 +192,7 @@ def test_capture_before_compiling_is_a_clear_error(monkeypatch):
 
 def test_xla_stand_ins_need_a_cuda_backend():
     with pytest.raises(Unavailable, match="JAX_PLATFORMS=cuda,cpu"):
-        xla.region_function(lookup("linear.wgrad"), [Spec((64, 64), BF16)] * 2, {}, torch.device("cuda:0"))
+        xla.region_function(toy("stand_in", jnp.sin, jnp.sin, kind="xla"), [X], {}, torch.device("cuda:0"))
 
 
 def test_plans_hold_one_launch_per_kernel():

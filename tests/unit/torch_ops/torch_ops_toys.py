@@ -95,7 +95,7 @@ def counted(x):
     return plgpu.kernel(body, out_type=Spec(x.shape, x.dtype), scratch_types=scratch, grid=grid, grid_names=("i",))(x)
 
 
-def toy(name: str, kernel, reference, **kw):
+def toy(name: str, kernel, reference, kind: str = "kernel", **kw):
     """A fresh region `toy.<name>` over one operand."""
     forget(f"toy.{name}")
 
@@ -103,5 +103,5 @@ def toy(name: str, kernel, reference, **kw):
     def signature(x): ...
 
     signature.reference(reference)
-    signature.kernel("sm90", kernel)
+    signature.kernel("sm90", kernel, kind=kind)
     return signature

@@ -1,0 +1,63 @@
+"""`isojax bench trainer`. Imports of Megatron and torch wait until the command runs."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+NOTE = (
+    "stock: Megatron's local spec, torch.compile'd activation, residual and cross-entropy fusions where there is a "
+    "GPU, torch's FlashAttention-2 over cu_seqlens, rotary table laid out once. Transformer Engine would add fused "
+    "rope, norm+linear, cuDNN or FlashAttention-3 both ways, weight gradients accumulated in the GEMM, and one-kernel "
+    "Adam and clipping (the last serve both sides)."
+)
+
+
+def trainer(
+    model: Annotated[str, typer.Option(help="qwen3-1.7b, qwen3-8b, tiny, or a checkpoint folder.")] = "qwen3-1.7b",
+    layers: Annotated[int, typer.Option(min=0, help="Layers that are built; 0 for all.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="Packed tokens of a step.")] = 8192,
+    sequences: Annotated[int, typer.Option(min=1, help="Rollouts in them.")] = 8,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """A Megatron policy step: stock against IsoJAX, same weights, tokens and optimizer. Exit code 1 if bits differ."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+    from rich.table import Table
+
+    from bridges.megatron.bench import compare
+    from bridges.megatron.bench.workload import Workload
+    from isojax import doctor
+    from isojax.errors import IsoError
+
+    doctor.require_megatron()
+    work = Workload(model, layers, tokens, sequences, steps, warmup)
+    work.config("bfloat16")  # refuse before a process is started
+    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("trainer", total=None)
+        found = compare.run(work, lambda side: bar.update(task, description=side))
+    table = compare.rows(found)
+    if as_json:
+        print(json.dumps(dict(workload=vars(work), sides=found, rows=table, note=NOTE), indent=1))
+    else:
+        ours = found["isojax"]
+        title = f"{model}, {ours['layers']} layers, {tokens} tokens, {ours['device']}"
+        shown = Table(title=title)
+        for name in table[0]:
+            shown.add_column(name)
+        for row in table:
+            shown.add_row(*map(str, row.values()))
+        console = Console(width=max(Console().width, 100))
+        console.print(shown)
+        console.print(NOTE, markup=False)
+        if found["isojax"]["stand_ins"]:
+            console.print(f"run by XLA for want of a kernel: {', '.join(found['isojax']['stand_ins'])}", markup=False)
+    if not found["isojax"]["compared"]:
+        raise IsoError("no log-probability was compared; give sequences of at least two tokens")
+    if found["isojax"]["differing"]:
+        raise typer.Exit(1)

@@ -1,0 +1,72 @@
+"""Both sides, one after the other, in processes of their own, and what the two say together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from isojax.errors import Unavailable
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}  # dense bf16, NVIDIA's data sheets (SXM)
+BARS = {"step": 1.10, "peak memory": 1.05}  # ours over stock
+SIDES = ("stock", "isojax")
+
+
+def run(work: Any, progress: Callable[[str], None] = lambda side: None) -> dict[str, Any]:
+    """{side: what bench.side.measure gave}. Raises Unavailable with the end of a side's log where it failed."""
+    out: dict[str, Any] = {}
+    for side in SIDES:
+        progress(side)
+        with tempfile.TemporaryDirectory() as folder:
+            job, result, log = (Path(folder) / name for name in ("job.json", "out.json", "log"))
+            job.write_text(json.dumps(dict(side=side, work=dataclasses.asdict(work))))
+            command = [sys.executable, "-m", "bridges.megatron.bench.side", str(job), str(result)]
+            with log.open("w") as f:
+                code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=environment()).returncode
+            if code or not result.is_file():
+                tail = "\n".join(log.read_text().splitlines()[-12:])
+                raise Unavailable(f"the {side} trainer failed with exit code {code}:\n{tail}")
+            out[side] = json.loads(result.read_text())
+    return out
+
+
+def environment() -> dict[str, str]:
+    """A side's environment: where a backward region is still XLA's on the GPU, JAX needs its CUDA backend, without
+    taking the memory that torch is measured by."""
+    platforms = os.environ.get("JAX_PLATFORMS", "cuda,cpu" if Path("/dev/nvidiactl").exists() else "cpu")
+    return dict(os.environ, JAX_PLATFORMS=platforms, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+
+
+def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """The table: a row for each phase, the step, memory, utilisation and mismatch."""
+    stock, ours = (found[side] for side in SIDES)
+    ms = [(phase.replace("_", " "), stock["ms"][phase], ours["ms"][phase]) for phase in stock["ms"]]
+    both = lambda x: sum(t for phase, t in x["ms"].items() if phase != "optimizer")
+    ms.append(("forward and backward", both(stock), both(ours)))
+    ms.append(("issued by the host in", stock["host_ms"], ours["host_ms"]))
+    ms.append(("step", stock["step_ms"], ours["step_ms"]))
+    table = [_row(name, "ms", a, b) for name, a, b in ms]
+    if stock["peak_gib"] is not None:
+        table.append(_row("peak memory", "GiB", stock["peak_gib"], ours["peak_gib"]))
+    peak = next((v for k, v in PEAK_FLOPS.items() if k in stock["device"]), None)
+    if peak is not None:
+        used = [x["flops"] / (x["step_ms"] * 1e-3) / peak * 100 for x in (stock, ours)]
+        table.append(_row("model FLOPs utilisation", "%", *used))
+    mismatch = f"{ours['differing']} of {ours['compared']}"
+    table.append(dict(what="mismatch with the engine", unit="", stock="-", isojax=mismatch, ratio="", bar=""))
+    return table
+
+
+def _row(what: str, unit: str, stock: float, ours: float) -> dict[str, Any]:
+    bar = BARS.get(what)
+    met = "" if bar is None else f"<= {bar:.2f}: {'met' if ours <= bar * stock else 'MISSED'}"
+    return dict(
+        what=what, unit=unit, stock=round(stock, 2), isojax=round(ours, 2), ratio=f"{ours / stock:.3f}", bar=met
+    )

@@ -1,0 +1,1 @@
+"""`isojax bench engine`: a stock vLLM engine and ours, same weights, prompts and sizes."""

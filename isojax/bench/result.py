@@ -1,0 +1,110 @@
+"""What `isojax bench kernels` measured, as a document: `--json` writes it, `isojax bench show` reads it.
+
+`schema` names the layout; a field that is added later gets a default, anything else gets a new number.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+
+from isojax.errors import InputError
+
+SCHEMA = "isojax.bench.kernels/1"
+
+
+class Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Machine(Frozen):
+    """Where and with what it ran. clocks: MHz, W and C as nvidia-smi names them, before and after the timing."""
+
+    gpu: str
+    driver: str
+    cuda: str
+    date: str
+    versions: dict[str, str]
+    copy_bytes_per_us: float
+    matmul_flops_per_us: float
+    clocks_before: dict[str, str] = {}
+    clocks_after: dict[str, str] = {}
+
+
+class Row(Frozen):
+    """One case. Times are medians in microseconds; a spread is the interquartile range over the median.
+
+    error: why there is no time. against: the peer; peer_us: None where there is none. memory: peak bytes beyond the
+    operands, outputs included. distance: of the outputs from the peer's, relative L2. at: see isojax.gates.bench.
+    """
+
+    region: str
+    case: str
+    model: str = ""
+    part: str = ""
+    at: dict[str, int] = {}
+    us: float | None = None
+    spread: float | None = None
+    against: str = ""
+    peer_us: float | None = None
+    peer_spread: float | None = None
+    bytes_us: float = 0.0
+    flops_us: float = 0.0
+    memory: int | None = None
+    peer_memory: int | None = None
+    distance: float | None = None
+    error: str = ""
+
+    @computed_field
+    @property
+    def floor_us(self) -> float:
+        """The larger of bytes over copy bandwidth and flops over matmul rate."""
+        return max(self.bytes_us, self.flops_us)
+
+    @computed_field
+    @property
+    def ratio(self) -> float | None:
+        """Peer time over ours: above 1 we are faster."""
+        return None if self.us is None or self.peer_us is None else self.peer_us / self.us
+
+    @computed_field
+    @property
+    def bandwidth(self) -> float | None:
+        """Part of the copy bandwidth that is reached, if every byte moves once."""
+        return None if self.us is None else self.bytes_us / self.us
+
+    @computed_field
+    @property
+    def efficiency(self) -> float | None:
+        """Floor over our time: 1 is as fast as this device can be."""
+        return None if self.us is None else self.floor_us / self.us
+
+    @property
+    def name(self) -> str:
+        return f"{self.region}/{self.case}"
+
+
+class Report(Frozen):
+    """A run. seconds: wall time of its phases."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    layout: Literal["isojax.bench.kernels/1"] = Field(default=SCHEMA, alias="schema")
+    machine: Machine
+    seconds: dict[str, float]
+    rows: tuple[Row, ...]
+
+    def save(self, path: Path) -> None:
+        path.write_text(self.model_dump_json(indent=1, by_alias=True) + "\n")
+
+
+def load(path: Path) -> Report:
+    """Raises: InputError where the file is no report of this layout."""
+    try:
+        return Report.model_validate_json(path.read_bytes())
+    except ValidationError as e:
+        first = e.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the file"
+        raise InputError(f"{path} is no {SCHEMA} report: {where}: {first['msg']}") from None

@@ -1,0 +1,58 @@
+"""Tiles worth measuring for a product (isojax.tuning). What is listed here can change speed only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isojax.pallas_kernels.linear.tiles import SMS, Tiles, by_model, misfit, share, stride
+
+
+def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:
+    """Distinct tiles for x [rows, k] @ weight[n, k].T in `leaves` leaves, the likeliest first."""
+    make = many if rows > 256 else few
+    found = dict.fromkeys(make(rows, n, k // leaves, leaves))
+    return [t for t in found if not misfit(t, n=n, k=k, leaves=leaves)]
+
+
+def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
+    """Many rows: large tiles, so that the tensor cores wait neither for shared memory nor for the L2."""
+    k, half = stride(width), stride(width, 32)
+    best, *others = by_model(rows, n, 256 if leaves == 1 else 128)
+    cols = best[0]
+    yield Tiles(64, cols, k, (2, 1))
+    if leaves == 1:
+        yield Tiles(64, cols, k, (2, 1), cluster=2, shared="w")
+        yield Tiles(64, cols, half, (2, 1), cluster=2, shared="w")
+        yield Tiles(64, others[0][0], k, (2, 1), cluster=2, shared="w")
+        yield Tiles(128, 128, k, (2, 1))
+    else:
+        yield Tiles(64, cols, half, (2, 1))
+        yield Tiles(64, 96, k, (2, 1))
+    if rows <= 1024:
+        yield Tiles(64, 64, k, (2, 1))
+
+
+def few(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
+    """Few rows: one tile to an SM, each of which streams its share of the weights once; or two that share leaves."""
+    half, k, twice = (stride(width, most) for most in (32, 64, 128))
+    one, two = share(n, SMS), share(n, SMS // 2)
+    if rows <= 64:
+        yield Tiles(64, one, k, (1, 1))
+        yield Tiles(64, one, twice, (1, 1))
+        yield Tiles(64, two, twice, (1, 1), split=2)
+    elif rows <= 128:
+        yield Tiles(64, one, k, (2, 1))
+        yield Tiles(64, one, half, (2, 1))
+        yield Tiles(64, two, twice, (1, 1))
+        yield Tiles(64, two, twice, (1, 1), cluster=2, shared="w")
+        yield Tiles(64, two, k, (2, 1), split=2)
+    else:
+        cols, down, right = by_model(rows, n, 192 if leaves == 1 else 96, ((2, 1), (1, 1)))[0]
+        yield Tiles(64, cols, k, (down, right))
+        yield Tiles(64, cols, half, (down, right))
+        yield Tiles(64, cols, k, (down, right), cluster=2, shared="w")
+        yield Tiles(64, cols, twice, (down, right))
+        yield Tiles(64, two, k, (2, 1))
+        yield Tiles(64, two, half, (2, 1))
+        yield Tiles(64, min(96, 2 * two), k, (2, 1), split=2)
+        yield Tiles(64, min(96, 2 * two), half, (2, 1), split=2)

@@ -1,0 +1,267 @@
+"""`isojax tune`: measure tiles on this GPU and keep the fastest of those that give the rule's bits.
+
+A candidate is first gated: on ill-conditioned data, where every change of the order of additions shows, its output must
+equal, bit for bit, that of the kernel's own rule. The gate is tried first on a product that adds in another order,
+which it must refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import fcntl
+import importlib
+import importlib.metadata
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isojax import tuning
+from isojax.errors import RegionError, Unavailable
+from isojax.gates import shapes
+from isojax.pallas_kernels.linear.candidates import candidates
+from isojax.pallas_kernels.linear.tiles import Tiles, for_row
+from isojax.region import lookup
+from isojax.schedule import LEAVES
+from isojax.tuning.table import Choice, Entry, Table, TableError, dump
+
+REGIONS = ("linear.column", "linear.row")
+ROWS = tuple(sorted({shapes.padded(m) for m in shapes.ROWS}))  # the kernels' row counts
+GAIN = 0.99  # an entry must be this much faster than the rule, or the rule stays
+LOCK = Path(gettempdir()) / "isojax-tune.lock"  # one process on the GPU at a time; all may compile
+DEVICE = "cuda:0"
+VIRTUAL = 8  # parts of K that cancel in the gate's data
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One shape of one region at one row count."""
+
+    region: str
+    n: int
+    k: int
+    leaves: int
+    rows: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.region} N{self.n} K{self.k} leaves{self.leaves} M{self.rows}"
+
+    @property
+    def shape(self) -> dict[str, int]:
+        return dict(n=self.n, k=self.k, leaves=self.leaves)
+
+    @property
+    def avals(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        return (
+            jax.ShapeDtypeStruct((self.rows, self.k), jnp.bfloat16),
+            jax.ShapeDtypeStruct((self.n, self.k), jnp.bfloat16),
+        )
+
+    def plan(self) -> Any:
+        """What one call launches."""
+        from isojax.kernel_plan import kernel_plan
+
+        region = lookup(self.region)
+        statics = {} if region.name == "linear.column" else dict(leaves=self.leaves)
+        return kernel_plan(region, *region.bind(self.avals, statics))
+
+    @property
+    def rule(self) -> Tiles:
+        return for_row(self.rows, self.n, self.k, self.leaves)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What a job came to. times: medians in us by tiles, the rule first. refused: tiles whose bits differ."""
+
+    job: Job
+    times: dict[str, float]
+    refused: tuple[str, ...]
+    skipped: dict[str, str]
+    entry: Entry | None
+    error: str = ""
+
+
+def jobs(regions: Iterable[str], match: str = "", rows: Iterable[int] = ROWS) -> list[Job]:
+    """The products of the models that isojax.gates.shapes names, each once.
+
+    Raises: RegionError for a region that has no tuned tiles.
+    """
+    found: dict[Job, None] = {}
+    for region in regions:
+        if region not in REGIONS:
+            raise RegionError(f"region {region} has nothing to tune; tunable are {', '.join(REGIONS)}")
+        for model in shapes.MODELS:
+            leaves = 1 if region == "linear.column" else LEAVES // model.ranks
+            for _, n, k in model.column if region == "linear.column" else model.row:
+                found |= dict.fromkeys(Job(region, n, k, leaves, m) for m in rows)
+    return [j for j in found if re.search(match, j.name)]
+
+
+def tune(chosen: list[Job], processes: int, lock: Path = LOCK, *, seconds: float | None = None) -> Iterator[Found]:
+    """Measure jobs, each in one of `processes` processes; results as they come. seconds: begin no job after them."""
+    os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes: they launch without a JAX client on the GPU
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        until = None if seconds is None else time.time() + seconds
+        futures = [pool.submit(_guarded, job, lock, until) for job in chosen]
+        for future in as_completed(futures):
+            yield future.result()
+
+
+def merge(device: str, old: Table | None, found: Iterable[Found]) -> Table:
+    """The table of what was found, with the old entries of what was not measured now.
+
+    Raises: TableError where a job failed or the bits of a candidate differed.
+    """
+    place = lambda region, shape, rows: (region, tuple(sorted(shape.items())), rows)
+    entries = {place(e.region, e.shape, e.rows): e for e in (old.entries if old else ())}
+    for f in found:
+        if f.error or f.refused:
+            why = f.error or f"the bits of {', '.join(f.refused)} differ from the rule's"
+            raise TableError(f"{f.job.name}: {why}; nothing was written")
+        at = place(f.job.region, f.job.shape, f.job.rows)
+        entries.pop(at, None)
+        if f.entry:
+            entries[at] = f.entry
+    made = dict(date=datetime.date.today().isoformat(), jax=importlib.metadata.version("jax"))
+    return Table(device=device, made=made, entries=tuple(entries[at] for at in sorted(entries)))
+
+
+def write(found: Iterable[Found], out: Path | None) -> Path:
+    """Write the table of this machine's GPU, or of what was found alone to `out`; returns where.
+
+    Raises: TableError as `merge` does; Unavailable where the machine's GPUs are of several kinds.
+    """
+    device = tuning.installed()
+    if device is None:
+        raise Unavailable("a table is of one kind of GPU, and this machine has none, or several kinds")
+    merged = merge(device, tuning.active() if out is None else None, found)
+    path = out or tuning.path(device)
+    path.write_text(dump(merged))
+    return path
+
+
+def shown(f: Found) -> dict[str, Any]:
+    """One row for people: the rule's time, the best and the runner-up."""
+    best = sorted(((us, name) for name, us in f.times.items()))
+    return dict(
+        job=f.job.name,
+        rule_us=f.times.get("rule"),
+        best=best[0][1] if best else f.error,
+        us=best[0][0] if best else None,
+        candidates=len(f.times) - 1,
+        refused=", ".join(f.refused),
+    )
+
+
+def _guarded(job: Job, lock: Path, until: float | None) -> Found:
+    if until is not None and time.time() > until:
+        return Found(job, {}, (), {}, None, "no time was left for it")
+    try:
+        return search(job, lock)
+    except Exception as e:
+        return Found(job, {}, (), {}, None, f"{type(e).__name__}: {e}\n{traceback.format_exc()[-800:]}")
+
+
+def search(job: Job, lock: Path) -> Found:
+    """Compile, gate and time the rule's tiles and the candidates of one job on CUDA device 0."""
+    import torch
+
+    launcher = importlib.import_module("bridges.torch_ops.cuda").Launcher
+    device = torch.device(DEVICE)
+    with tuning.defaults():
+        rule = launcher(job.plan(), device)
+    runs: dict[Tiles, Callable[..., Any]] = {}
+    skipped = {}
+    for t in (t for t in candidates(job.rows, **job.shape) if t != job.rule):
+        try:
+            with tuning.forced(t):
+                runs[t] = launcher(job.plan(), device)
+        except ValueError as e:  # no room for it in shared memory
+            skipped[label(t)] = str(e)
+    with _alone(lock):
+        operands = cancelling(torch, job, device)
+        want = rule(*operands)[0]
+        if not differing(torch, rule, reordered(*operands), want):
+            raise TableError(f"{job.name}: the gate is broken: it takes another order of K for the same")
+        refused = [t for t, run in runs.items() if differing(torch, run, operands, want)]
+        good = {t: run for t, run in runs.items() if t not in refused}
+        del operands, want
+        times = _times(torch, device, job, [rule, *good.values()])
+    named = dict(zip(["rule", *map(label, good)], times, strict=True))
+    best = min(range(len(times)), key=times.__getitem__)
+    entry = None
+    if times[best] < GAIN * times[0]:
+        choice = Choice(**dataclasses.asdict(list(good)[best - 1]))
+        entry = Entry(
+            region=job.region, shape=job.shape, rows=job.rows, choice=choice,
+            us=round(times[best], 2), rule_us=round(times[0], 2),
+        )  # fmt: skip
+    return Found(job, {k: round(v, 2) for k, v in named.items()}, tuple(map(label, refused)), skipped, entry)
+
+
+def cancelling(torch: Any, job: Job, device: Any) -> tuple[Any, Any]:
+    """Operands of a job, magnitudes log-uniform over 2^-12 .. 2^6.
+
+    In the second half of the outputs the upper half of K takes away what the lower half adds, part by part in another
+    order, so that only roundings are left and the order of every addition shows after the rounding to bf16.
+    """
+    torch.manual_seed(0)
+    width, half = job.k // VIRTUAL, VIRTUAL // 2
+    made = []
+    for rows in (job.rows, job.n):
+        a = torch.exp2(torch.rand(rows, VIRTUAL, width, device=device) * 18 - 12)
+        a = a.mul_(torch.randint(2, a.shape, device=device) * 2 - 1).to(torch.bfloat16)
+        made.append(a)
+    x, w = made
+    order = [1, 2, 3, 0]
+    x[:, half:] = x[:, order]
+    w[job.n // 2 :, half:] = -w[job.n // 2 :, order]
+    return x.view(job.rows, job.k), w.view(job.n, job.k)
+
+
+def reordered(*operands: Any) -> list[Any]:
+    """The same products in another order along K, as a kernel with another schedule would add them."""
+    order = [2, 0, 3, 1, *range(4, VIRTUAL)]
+    return [a.view(len(a), VIRTUAL, -1)[:, order].reshape(a.shape) for a in operands]
+
+
+def differing(torch: Any, run: Callable[..., Any], operands: Sequence[Any], want: Any) -> int:
+    """Elements whose bits differ."""
+    got = run(*operands)[0]
+    return int((got.view(torch.int16) != want.view(torch.int16)).sum())
+
+
+def _times(torch: Any, device: Any, job: Job, runs: list[Callable[..., Any]]) -> list[float]:
+    from isojax.gates.bench import Stopwatch
+
+    torch.manual_seed(1)
+    x = torch.randn(job.rows, job.k, dtype=torch.bfloat16, device=device)
+    w = torch.randn(job.n, job.k, dtype=torch.bfloat16, device=device).mul_(job.k**-0.5)
+    calls = [lambda run=run: run(x, w) for run in runs]
+    return [t.us for t in Stopwatch(torch, device).among(*calls)]
+
+
+def label(t: Tiles) -> str:
+    """Tiles in a few letters: 64x128x64/2x1, and what is not as usual."""
+    rest = [f" {f.name}={getattr(t, f.name)}" for f in dataclasses.fields(t)[4:] if getattr(t, f.name) != f.default]
+    return f"{t.m}x{t.n}x{t.k}/{t.groups[0]}x{t.groups[1]}" + "".join(rest)
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    with open(lock, "w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        yield
