@@ -5,11 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from isojax.pallas_kernels.linear.reference import dot_t
+from isojax.pallas_kernels.linear.reference import dot_t, wgrad
 from isojax.schedule import (
     LEAVES,
     LN2,
     LOG2E,
+    ROW_TILE,
     VOCAB_TILE,
     by_row_tiles,
     max_halves,
@@ -86,6 +87,10 @@ def chunk_width(vocab, most):
     return padded(-(-vocab // chunks), VOCAB_TILE)
 
 
+def _whole_tiles(rows):
+    return jnp.pad(rows, ((0, -len(rows) % ROW_TILE), (0, 0)))
+
+
 def logprob_bwd(hidden, weight, targets, inv_temperature, lse, ct, into, *, vocab_chunk):
     """d logprob / d z = onehot - softmax, by chunks of the vocabulary, so that [T, V] is never held."""
     (vocab, d), width = weight.shape, chunk_width(weight.shape[0], vocab_chunk)
@@ -101,7 +106,7 @@ def logprob_bwd(hidden, weight, targets, inv_temperature, lse, ct, into, *, voca
             return (jnp.where(hit, 1 - p, -p) * (c * inv)[:, None]).astype(h.dtype)
 
         dz = by_row_tiles(tile, hidden, targets, inv_temperature, lse, ct)
-        return dh + by_row_tiles(lambda t: dot_t(t, w.T), dz), dot_t(dz.T, hidden.T)
+        return dh + by_row_tiles(lambda t: dot_t(t, w.T), dz), wgrad(_whole_tiles(dz), _whole_tiles(hidden), None)
 
     starts = jnp.arange(chunks, dtype=jnp.int32) * width
     dh, dw = jax.lax.scan(step, jnp.zeros(hidden.shape, f32), (cut, starts))
