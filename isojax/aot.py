@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from isojax.errors import Unavailable
 from isojax.lowering import MOSAIC_CALL, hopper
 
 CATCH = """#!/bin/sh
-cat "$3" > "$ISOJAX_CUBIN" && rm -rf "$(dirname "$3")"
+cat "$3" > "$ISOJAX_CUBIN" && rm "$3" && rmdir "$(dirname "$3")"
 """
 
 
@@ -119,12 +118,3 @@ def kernel_name(cubin: bytes) -> str:
     if len(found) != 1:
         raise Unavailable(f"the dumped machine code holds kernels {found}; expected one")
     return found[0]
-
-
-def available() -> bool:
-    """Whether this installation can compile for sm_90a."""
-    try:
-        hopper()
-    except Unavailable:
-        return False
-    return shutil.which("sh") is not None

@@ -60,7 +60,10 @@ def parse(text: str) -> HostCode:
         raise NotStraight(f"{len(bodies)} host functions; expected 1")
     run = _Run()
     for line in bodies[0].splitlines():
-        run.step(line.strip())
+        try:
+            run.step(line.strip())
+        except (LookupError, TypeError, AttributeError) as e:  # a value that is not what its use takes it for
+            raise NotStraight(f"instruction {line.strip()!r}: {e!r}") from e
     if run.launch is None:
         raise NotStraight("no launch")
     return run.launch
@@ -93,6 +96,7 @@ class _Run:
         self.sizes: list[int] = []
         self.descriptors: list[Descriptor] = []
         self.area: int | None = None
+        self.taken = False  # whether the descriptors' bytes have been loaded, for the launch
         self.launch: HostCode | None = None
 
     def step(self, line: str) -> None:
@@ -127,6 +131,7 @@ class _Run:
         if at == "operands":
             return Address(0, 0)
         if kind.startswith("[") and isinstance(at, _Slot) and at.offset == 0:
+            self.taken = True
             return _Area(at.alloca, _size(kind))
         return self.memory[at]
 
@@ -151,7 +156,7 @@ class _Run:
             offset = indices[0] * _size(kind)
         else:
             raise NotStraight(rest)
-        if base == "operands":
+        if base == "operands" and offset % 8 == 0:
             return _Entry(offset // 8)
         if isinstance(base, Address | _Slot):
             return base._replace(offset=base.offset + offset)
@@ -182,6 +187,8 @@ class _Run:
             at, base, element, rank, sizes, strides, swizzle, window = args
             if not isinstance(at, _Slot) or not isinstance(base, Address) or self.area not in (None, at.alloca):
                 raise NotStraight(rest)
+            if self.taken:
+                raise NotStraight(f"a descriptor made after they were read: {rest}")
             self.area = at.alloca
             read = lambda a: tuple(self.memory[a._replace(offset=a.offset + 8 * i)] for i in range(rank))
             self.descriptors.append(

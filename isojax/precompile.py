@@ -17,17 +17,22 @@ import logging
 import os
 import pickle
 import platform
+import select
 import shutil
 import subprocess
 import sys
-import threading
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from isojax import live, store, tuning
+from isojax.errors import Unavailable
 from isojax.kernel_plan import KernelPlan, Launch
 from isojax.region import Region, lookup
 
@@ -35,6 +40,7 @@ log = logging.getLogger(__name__)
 TOOLCHAIN = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "numpy")
 WORKERS = 15
 SECONDS = 600  # that one call may take
+_made: dict[bytes, Any] = {}  # module -> Binary: in one process Mosaic compiles a module, and dumps it, only once
 
 
 @dataclass(frozen=True)
@@ -57,8 +63,9 @@ class Call:
 
 
 def state() -> str:
-    """What every kept thing follows from besides its own name: code as installed and as loaded, and the toolchain."""
-    return store.key_of(sources(), live.digest(), toolchain())
+    """What every kept thing follows from besides its own name: code as installed and as loaded, toolchain, settings."""
+    set_so = jax.config.jax_enable_x64, jax.config.jax_default_matmul_precision, os.environ.get("XLA_FLAGS", "")
+    return store.key_of(sources(), live.digest(), toolchain(), set_so)
 
 
 @functools.cache
@@ -96,9 +103,6 @@ def keepable(region: Region, arch: str = "sm90") -> bool:
 
 def make(call: Call) -> KernelPlan:
     """Lower and compile a call here, and keep it. Raises Unsupported, Unavailable."""
-    import jax
-    import jax.numpy as jnp
-
     from isojax import aot, plan_file
     from isojax.kernel_plan import kernel_plan
 
@@ -107,15 +111,13 @@ def make(call: Call) -> KernelPlan:
     plan = kernel_plan(lookup(call.region), avals, dict(call.statics))
     shape_of = lambda i: jax.ShapeDtypeStruct(plan.buffers[i].shape, jnp.dtype(plan.buffers[i].dtype))
 
-    made: dict[Any, Any] = {}  # one module launched many times is compiled once: Mosaic would not dump it again
-
     def compiled(op: Any) -> Any:
         if not isinstance(op, Launch):
             return op
         ins, outs = [shape_of(i) for i in op.operands], [shape_of(i) for i in op.outs]
-        if op.module not in made:
-            made[op.module] = aot.compile_module(op.module, ins, outs, op.aliases)
-        return replace(op, module=made[op.module])
+        if op.module not in _made:
+            _made[op.module] = aot.compile_module(op.module, ins, outs, op.aliases)
+        return replace(op, module=_made[op.module])
 
     plan = replace(plan, ops=tuple(map(compiled, plan.ops)))
     store.put(call.key(now), plan_file.dump(plan))
@@ -126,33 +128,35 @@ def make(call: Call) -> KernelPlan:
 def ahead(calls: Iterable[Call], now: str, workers: int | None = None) -> dict[Call, str]:
     """Make every call that is not kept yet, in worker processes. Returns what failed, and why.
 
-    now: this process's `state`. A worker has its own, and where the two differ (kernels replaced in this process) what
-    it makes is not found under this one.
+    now: this process's `state`. A worker whose own differs (kernels or settings replaced in this process) refuses.
 
-    A failure here is no error: such a call is compiled where it is launched, and raises there if it must.
+    A failure is logged, and is no error: such a call is compiled where it is launched, and raises there if it must.
     """
     missing = [c for c in dict.fromkeys(calls) if store.get(c.key(now)) is None]
     n = min(workers or min(WORKERS, os.cpu_count() or 1), len(missing))
     if not n:
         return {}
     failed: dict[Call, str] = {}
-    pool = [_Worker() for _ in range(n)]
-    local = threading.local()
-    free = list(pool)
+    left = deque(sorted(missing, key=_cost, reverse=True))
 
-    def one(call: Call) -> None:
-        if not hasattr(local, "worker"):
-            local.worker = free.pop()
-        why = local.worker.do(call)
-        if why:
-            failed[call] = why
+    def work(_: int) -> None:
+        worker = _Worker()
+        try:
+            while left:
+                try:
+                    call = left.popleft()
+                except IndexError:  # another thread took the last
+                    break
+                if why := worker.do(call, now):
+                    failed[call] = why
+                if worker.ended:  # what one call broke is not the next one's
+                    worker.close()
+                    worker = _Worker()
+        finally:
+            worker.close()
 
-    try:
-        with ThreadPoolExecutor(n) as threads:
-            list(threads.map(one, sorted(missing, key=_cost, reverse=True)))
-    finally:
-        for w in pool:
-            w.close()
+    with ThreadPoolExecutor(n) as threads:
+        list(threads.map(work, range(n)))
     if failed:
         call, why = next(iter(failed.items()))
         log.warning("%d of %d calls were not compiled ahead; one is %s: %s", len(failed), len(missing), call, why)
@@ -165,9 +169,10 @@ def _cost(call: Call) -> int:
 
 
 class _Worker:
-    """One process that makes calls, one at a time."""
+    """One process that makes calls, one at a time. Attributes: `ended`, whether it has."""
 
     def __init__(self) -> None:
+        self.ended = False
         answer, theirs = os.pipe()
         env = os.environ | {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
@@ -178,16 +183,19 @@ class _Worker:
         os.close(theirs)
         self._answers = os.fdopen(answer)
 
-    def do(self, call: Call) -> str:
+    def do(self, call: Call, now: str) -> str:
         """'' or why it failed."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(base64.b64encode(pickle.dumps(call)) + b"\n")
+            self._process.stdin.write(base64.b64encode(pickle.dumps((call, now))) + b"\n")
             self._process.stdin.flush()
-            line = self._answers.readline()
-        except OSError as e:
-            return str(e)
-        return line.strip().removeprefix("ok") if line else f"the worker ended ({self._process.poll()})"
+        except BrokenPipeError:
+            pass  # it has ended, and its answer says so
+        if not select.select([self._answers], [], [], SECONDS)[0]:
+            self._process.kill()
+        line = self._answers.readline()
+        self.ended = not line
+        return f"the worker ended ({self._process.wait()})" if self.ended else line.strip().removeprefix("ok")
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -195,7 +203,7 @@ class _Worker:
             self._process.stdin.close()
         except OSError:
             pass  # it has ended already, and said so
-        self._process.wait(SECONDS)
+        self._process.wait()
         self._answers.close()
 
 
@@ -203,8 +211,10 @@ def main() -> None:
     """A worker's loop."""
     with os.fdopen(int(sys.argv[1]), "w") as answers:
         for line in sys.stdin.buffer:
-            call = pickle.loads(base64.b64decode(line))
+            call, now = pickle.loads(base64.b64decode(line))
             try:
+                if state() != now:
+                    raise Unavailable("the process that asks runs other kernels or settings than those installed here")
                 make(call)
                 said = "ok"
             except Exception as e:

@@ -49,8 +49,8 @@ class Call:
     def prepare(self, *args: Any, device: torch.device) -> None:
         """Compile `programs` on `device`, before the first call; meta tensors will do."""
         run = self._get(args, *jax.tree.flatten(args), device)
-        if isinstance(run, LayerFunction) and run.adding is None:
-            run.backward  # noqa: B018  compiled where it is first asked for
+        if isinstance(run, LayerFunction):
+            _ = run.adding or run.backward  # compiled where it is first asked for
 
     def forwards(self) -> list[Compiled]:
         """The forward Programs compiled so far, one for each set of shapes."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -83,13 +84,14 @@ class PackedRotary(torch.nn.Module):
     """
 
     positions: torch.Tensor
+    rotary: RotaryEmbedding
 
-    def __init__(self, rotary: torch.nn.Module):
+    def __init__(self, rotary: RotaryEmbedding):
         super().__init__()
         self.rotary = rotary
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> int:
-        return self.rotary.get_rotary_seq_len(*args, **kwargs)  # type: ignore[operator]
+        return self.rotary.get_rotary_seq_len(*args, **kwargs)
 
     def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.rotary(max_seq_len).index_select(0, self.positions)

@@ -18,7 +18,6 @@ from isojax.model.config import DenseConfig
 from isojax.model.weights import DTYPES
 from isojax.pallas_kernels import embed, head, norms
 from isojax.program import trace
-from isojax.region import lookup
 
 
 class Runtime:
@@ -69,11 +68,6 @@ class Runtime:
     def compiled_regions(self) -> list[str]:
         """Names of the regions in the forwards that were compiled so far: what has really run."""
         return sorted({name for call in self.calls for f in call.forwards() for name in f.program.regions()})
-
-    def stand_ins(self) -> list[str]:
-        """Names of the compiled regions that XLA runs on this arch for want of a kernel."""
-        used = {name for call in self.calls for c in call.both_ways() for name in c.program.regions()}
-        return sorted(name for name in used if lookup(name).implementation(self.arch).kind == "xla")
 
     def regions(self) -> list[str]:
         """Names of the regions of a forward, each once: what a contract has to cover."""

@@ -214,12 +214,21 @@ def load_kernel(module: bytes | Binary, device: torch.device) -> Kernel:
             handle = _plugin().MosaicGpuCompile(module, len(module))
         if not handle:
             raise Unavailable("MosaicGpuCompile failed; is nvidia-cuda-nvcc installed, and the driver for CUDA 13?")
-        function, host_launch = ctypes.c_void_p(handle[0]), _LAUNCH(handle[1])
-        _kernels[key] = lambda stream, pointers: host_launch(function, stream, pointers)
+        _kernels[key] = _checked(ctypes.c_void_p(handle[0]), _LAUNCH(handle[1]))
     return _kernels[key]
 
 
-_LAUNCH = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+_LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+
+
+def _checked(function: Any, host_launch: Callable[[Any, int, Any], int]) -> Kernel:
+    """A kernel by its host function, which returns cuLaunchKernelEx's result."""
+
+    def launch(stream: int, pointers: Any) -> None:
+        if result := host_launch(function, stream, pointers):
+            raise Unavailable(f"launching a kernel failed: CUDA error {result}")
+
+    return launch
 
 
 @functools.cache

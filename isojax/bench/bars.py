@@ -77,8 +77,8 @@ BARS = (
     bar("head.logprob, 8k x vocabulary", ["head.logprob"], "ratio", 1.0, where=BATCH, memory=0.05),
     bar("backward GEMMs", ["linear.dgrad", "linear.wgrad"], "ratio", 0.97, where=MANY),
     bar(
-        "norms, rope, swiglu: backward",
-        ["norms.rms_bwd", "norms.add_rms_bwd", "attn.prep_bwd", "mlp.swiglu_bwd"],
+        "norms, rope, swiglu, embedding: backward",
+        ["norms.rms_bwd", "norms.add_rms_bwd", "attn.prep_bwd", "mlp.swiglu_bwd", "embed.lookup_bwd"],
         "bandwidth",
         0.85,
         where=BATCH,

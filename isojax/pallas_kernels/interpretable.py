@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from isojax._jax_internals import interpreting
 
 _SWIZZLE = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
-_BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
-_BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+BLOCKS_OF_8 = (plgpu.TilingTransform((8, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
+BLOCKS_OF_1 = (plgpu.TilingTransform((1, 64)), _SWIZZLE)  # pyright: ignore[reportAbstractUsage]
 
 
 def panels(*lead: int, rows: int = 64) -> plgpu.RefUnion:
@@ -30,8 +30,8 @@ def panels(*lead: int, rows: int = 64) -> plgpu.RefUnion:
     """
     shape = (*lead, rows, 64)
     return plgpu.RefUnion(
-        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_8),
-        plgpu.SMEM(shape, jnp.bfloat16, transforms=_BLOCKS_OF_1),
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=BLOCKS_OF_8),
+        plgpu.SMEM(shape, jnp.bfloat16, transforms=BLOCKS_OF_1),
     )
 
 

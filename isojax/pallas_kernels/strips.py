@@ -78,15 +78,15 @@ def total(values: list[jax.Array], cut: list[Strip]) -> jax.Array:
     return whole
 
 
-def check_rows(region: str, *arrays, columns: int, narrowest: int = THREADS, widest: int = 8192) -> None:
+def check_rows(region: str, *arrays, columns: int, widest: int = 8192) -> None:
     """Raise Unsupported unless all arrays are bfloat16 and a row has 128 .. `widest` columns, a multiple of 8."""
     for a in arrays:
         if a.dtype != jnp.bfloat16:
             raise Unsupported(region, f"an operand of {a.dtype}", "bfloat16 on sm90", "cast weights when loading them")
-    if columns % 8 or not narrowest <= columns <= widest:
+    if columns % 8 or not THREADS <= columns <= widest:
         raise Unsupported(
             region,
             f"rows of {columns} columns",
-            f"{narrowest} to {widest} columns, a multiple of 8 (16-byte accesses)",
+            f"{THREADS} to {widest} columns, a multiple of 8 (16-byte accesses)",
             "use the cpu arch, or widen the kernel's strips",
         )

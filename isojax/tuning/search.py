@@ -14,7 +14,6 @@ import importlib
 import importlib.metadata
 import os
 import re
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -22,7 +21,7 @@ from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import gettempdir
-from typing import Any
+from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +33,9 @@ from isojax.pallas_kernels.linear.candidates import candidates
 from isojax.pallas_kernels.linear.tiles import Tiles, for_row
 from isojax.region import lookup
 from isojax.schedule import LEAVES
-from isojax.tuning.table import Choice, Entry, Table, TableError, dump
+from isojax.tuning.table import Choice, Entry, Region, Shape, Table, TableError, dump
 
-REGIONS = ("linear.column", "linear.row")
+REGIONS = get_args(Region)
 ROWS = tuple(sorted({shapes.padded(m) for m in shapes.ROWS}))  # the kernels' row counts
 GAIN = 0.99  # an entry must be this much faster than the rule, or the rule stays
 LOCK = Path(gettempdir()) / "isojax-tune.lock"  # one process on the GPU at a time; all may compile
@@ -48,7 +47,7 @@ VIRTUAL = 8  # parts of K that cancel in the gate's data
 class Job:
     """One shape of one region at one row count."""
 
-    region: str
+    region: Region
     n: int
     k: int
     leaves: int
@@ -84,7 +83,8 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a job came to. times: medians in us by tiles, the rule first. refused: tiles whose bits differ."""
+    """What a job came to. times: medians in us by tiles, the rule first. refused: tiles whose bits differ. skipped: why
+    tiles were not compiled."""
 
     job: Job
     times: dict[str, float]
@@ -106,16 +106,15 @@ def jobs(regions: Iterable[str], match: str = "", rows: Iterable[int] = ROWS) ->
         for model in shapes.MODELS:
             leaves = 1 if region == "linear.column" else LEAVES // model.ranks
             for _, n, k in model.column if region == "linear.column" else model.row:
-                found |= dict.fromkeys(Job(region, n, k, leaves, m) for m in rows)
+                found |= dict.fromkeys(Job(cast(Region, region), n, k, leaves, m) for m in rows)
     return [j for j in found if re.search(match, j.name)]
 
 
-def tune(chosen: list[Job], processes: int, lock: Path = LOCK, *, seconds: float | None = None) -> Iterator[Found]:
-    """Measure jobs, each in one of `processes` processes; results as they come. seconds: begin no job after them."""
+def tune(chosen: list[Job], processes: int, lock: Path = LOCK) -> Iterator[Found]:
+    """Measure jobs, each in one of `processes` processes; results as they come."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes: they launch without a JAX client on the GPU
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        until = None if seconds is None else time.time() + seconds
-        futures = [pool.submit(_guarded, job, lock, until) for job in chosen]
+        futures = [pool.submit(_guarded, job, lock) for job in chosen]
         for future in as_completed(futures):
             yield future.result()
 
@@ -126,7 +125,7 @@ def merge(device: str, old: Table | None, found: Iterable[Found]) -> Table:
     Raises: TableError where a job failed or the bits of a candidate differed.
     """
     place = lambda region, shape, rows: (region, tuple(sorted(shape.items())), rows)
-    entries = {place(e.region, e.shape, e.rows): e for e in (old.entries if old else ())}
+    entries = {place(e.region, dict(e.shape), e.rows): e for e in (old.entries if old else ())}
     for f in found:
         if f.error or f.refused:
             why = f.error or f"the bits of {', '.join(f.refused)} differ from the rule's"
@@ -163,12 +162,12 @@ def shown(f: Found) -> dict[str, Any]:
         us=best[0][0] if best else None,
         candidates=len(f.times) - 1,
         refused=", ".join(f.refused),
+        skipped=", ".join(f.skipped),
     )
 
 
-def _guarded(job: Job, lock: Path, until: float | None) -> Found:
-    if until is not None and time.time() > until:
-        return Found(job, {}, (), {}, None, "no time was left for it")
+def _guarded(job: Job, lock: Path) -> Found:
+    """`search`, whose failure becomes a result that `merge` refuses: one job's does not end the others."""
     try:
         return search(job, lock)
     except Exception as e:
@@ -206,7 +205,7 @@ def search(job: Job, lock: Path) -> Found:
     if times[best] < GAIN * times[0]:
         choice = Choice(**dataclasses.asdict(list(good)[best - 1]))
         entry = Entry(
-            region=job.region, shape=job.shape, rows=job.rows, choice=choice,
+            region=job.region, shape=Shape(**job.shape), rows=job.rows, choice=choice,
             us=round(times[best], 2), rule_us=round(times[0], 2),
         )  # fmt: skip
     return Found(job, {k: round(v, 2) for k, v in named.items()}, tuple(map(label, refused)), skipped, entry)

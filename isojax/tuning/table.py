@@ -13,6 +13,7 @@ import pydantic
 from isojax.errors import IsoError
 from isojax.pallas_kernels.linear.tiles import Tiles, misfit
 
+Region = Literal["linear.column", "linear.row"]
 type Key = tuple[str, int, tuple[tuple[str, int], ...]]
 
 
@@ -22,6 +23,14 @@ class TableError(IsoError, ValueError):
 
 class _Strict(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Shape(_Strict):
+    """Of a product over k in `leaves` leaves, with n columns of output."""
+
+    n: int
+    k: int
+    leaves: int
 
 
 class Choice(_Strict):
@@ -44,8 +53,8 @@ class Choice(_Strict):
 class Entry(_Strict):
     """The fastest tiles of one region at one shape and row count. us, rule_us: medians, with them and by the rule."""
 
-    region: str
-    shape: dict[str, int]
+    region: Region
+    shape: Shape
     rows: int = pydantic.Field(gt=0)
     choice: Choice
     us: float = pydantic.Field(gt=0)
@@ -53,14 +62,14 @@ class Entry(_Strict):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Entry:
-        wrong = misfit(self.choice.tiles, **self.shape)
+        wrong = misfit(self.choice.tiles, **dict(self.shape))
         if wrong:
-            raise ValueError(f"{self.region} {self.shape} at {self.rows} rows: {wrong}")
+            raise ValueError(f"{self.region} {dict(self.shape)} at {self.rows} rows: {wrong}")
         return self
 
     @property
     def key(self) -> Key:
-        return _key(self.region, self.rows, self.shape)
+        return _key(self.region, self.rows, dict(self.shape))
 
 
 class Table(_Strict):
@@ -76,7 +85,7 @@ class Table(_Strict):
         seen = set()
         for e in self.entries:
             if e.key in seen:
-                raise ValueError(f"{e.region} {e.shape} at {e.rows} rows stands there twice")
+                raise ValueError(f"{e.region} {dict(e.shape)} at {e.rows} rows stands there twice")
             seen.add(e.key)
         return self
 

@@ -80,10 +80,18 @@ def test_a_replaced_constant_or_function_is_another_state(monkeypatch):
     assert live.digest() == before and precompile.keepable(region)
 
 
+def test_settings_that_change_what_is_traced_are_another_state(monkeypatch):
+    before = precompile.state()
+    with jax.enable_x64(True):
+        assert precompile.state() != before
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_cuda_data_dir=/elsewhere")
+    assert precompile.state() != before
+
+
 def test_every_process_finds_the_same_state():
-    code = "from isojax import precompile; print(precompile.live.digest())"
+    code = "from isojax import precompile; print(precompile.state())"
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert made.stdout.strip() == live.digest(), made.stderr[-500:]
+    assert made.stdout.strip() == precompile.state(), made.stderr[-500:]
 
 
 # -- host code --------------------------------------------------------------------------------------------------------
@@ -138,7 +146,15 @@ def test_host_code_is_followed():
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("ptrtoint ptr", "frobnicate ptr"), ("i64 128, ptr %13)", "i64 %99, ptr %13)"), ("ret i32 %22", "br label %23")],
+    [
+        ("ptrtoint ptr", "frobnicate ptr"),
+        ("i64 128, ptr %13)", "i64 %99, ptr %13)"),
+        ("ret i32 %22", "br label %23"),
+        ("%5 = getelementptr ptr, ptr %2, i32 1", "%5 = getelementptr i32, ptr %2, i32 1"),  # half an address
+        ("store i64 64, ptr %13", "store i64 64, ptr %17"),  # a size that nobody stored
+        ("extractvalue { ptr, ptr, i64 } %7, 1", "extractvalue { ptr, ptr, i64 } %7, 0"),
+        ("  %16 = alloca", TEXT[TEXT.index("  call void") : TEXT.index("  %15")] + "  %16 = alloca"),  # too late
+    ],
 )
 def test_host_code_that_is_not_known_is_refused(old, new):
     assert old in TEXT
@@ -189,6 +205,30 @@ def test_workers_make_what_is_missing(folder):
     assert list(failed) == [bad] and "norms.nowhere" in failed[bad]
     assert precompile.kept(good, now) is not None
     assert precompile.ahead([good], now) == {}
+    assert "other kernels or settings" in precompile.ahead([good], "another state", workers=1)[good]
+
+
+def test_a_worker_that_ends_or_hangs_fails_one_call_only(folder, monkeypatch, caplog):
+    """The program in place of a worker answers ok, but for the call named toy.dies, and the one named toy.hangs."""
+    program = """
+import base64, os, pickle, sys, time
+with os.fdopen(int(sys.argv[1]), "w") as answers:
+    for line in sys.stdin:
+        call = pickle.loads(base64.b64decode(line))[0]
+        if call.region == "toy.dies":
+            os._exit(3)
+        if call.region == "toy.hangs":
+            time.sleep(60)
+        print("ok", file=answers, flush=True)
+"""
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda c, **kw: popen([c[0], "-c", program, c[-1]], **kw))
+    monkeypatch.setattr(precompile, "SECONDS", 20)
+    call = lambda name: precompile.Call(f"toy.{name}", (), ())
+    calls = [call("a"), call("dies"), call("hangs"), call("b"), call("c")]
+    failed = precompile.ahead(calls, "now", workers=1)
+    assert failed == {call("dies"): "the worker ended (3)", call("hangs"): "the worker ended (-9)"}
+    assert "2 of 5 calls were not compiled ahead" in caplog.text
 
 
 # -- launching --------------------------------------------------------------------------------------------------------

@@ -51,6 +51,11 @@ def test_a_table_survives_its_file(tmp_path):
         (lambda s: s.replace('"k":16', '"k":17'), "no tile is 64 x 32 x 17"),
         (lambda s: s.replace('"k":128', '"k":120'), "does not divide a leaf"),
         (lambda s: s.replace('"split":2', '"split":16'), "no cluster"),
+        (lambda s: s.replace('"split":2', '"split":4'), "no cluster"),  # no gate ever ran four
+        (lambda s: s.replace('"split":2', '"cluster":4'), "no cluster"),
+        (lambda s: s.replace("linear.row", "linear.rows"), "Input should be 'linear.column' or 'linear.row'"),
+        (lambda s: s.replace('"n":64,"k":128', '"k":128'), "Field required"),
+        (lambda s: s.replace('"leaves":8', '"leaves":8,"ranks":1'), "Extra inputs"),
         (lambda s: s.replace('"m":64', '"m":64.5'), "integer"),
         (lambda s: s.replace('"rows":64', '"rows":-1'), "greater than 0"),
         (lambda s: s.replace('"version":1', '"version":2'), "Input should be 1"),
@@ -81,7 +86,7 @@ def test_the_same_place_twice_is_refused():
 
 
 def test_lookup_is_exact():
-    large = dataclasses.replace(SMALL, split=4, n=64)
+    large = dataclasses.replace(SMALL, n=64)
     table = made(entry(rows=256, tiles=large), entry(rows=64))
     find = lambda rows, **shape: table.find("linear.row", rows, {**JOB.shape, **shape})
     assert find(64) == SMALL and find(256) == large and find(128) is None and find(9999) is None
@@ -90,7 +95,8 @@ def test_lookup_is_exact():
 
 
 def test_kernels_follow_the_table_and_contracts_do_not(monkeypatch):
-    rule = modules(JOB)
+    other = dataclasses.replace(JOB, n=128)  # which the table does not name
+    rule, rule_of_other = modules(JOB), modules(other)
     region = lookup("linear.row")
     call = region.bind(JOB.avals, {})
     contracted = fingerprint(region, *call, "sm90")
@@ -102,7 +108,7 @@ def test_kernels_follow_the_table_and_contracts_do_not(monkeypatch):
     with tuning.forced(SMALL):
         assert modules(JOB) == tuned
     assert fingerprint(region, *call, "sm90") == contracted
-    assert modules(dataclasses.replace(JOB, n=128)) == modules(dataclasses.replace(JOB, n=128))
+    assert modules(other) == rule_of_other
 
 
 def test_this_machine_is_known_or_has_no_table():

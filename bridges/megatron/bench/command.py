@@ -25,10 +25,7 @@ def trainer(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """A Megatron policy step: stock against IsoJAX, same weights, tokens and optimizer. Exit code 1 if bits differ."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-    from rich.table import Table
-
+    from bridges import shown
     from bridges.megatron.bench import compare
     from bridges.megatron.bench.workload import Workload
     from isojax import doctor
@@ -37,26 +34,15 @@ def trainer(
     doctor.require_megatron()
     work = Workload(model, layers, tokens, sequences, steps, warmup)
     work.config("bfloat16")  # refuse before a process is started
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("trainer", total=None)
-        found = compare.run(work, lambda side: bar.update(task, description=side))
+    with shown.running("trainer") as say:
+        found = compare.run(work, say)
     table = compare.rows(found)
     if as_json:
         print(json.dumps(dict(workload=vars(work), sides=found, rows=table, note=NOTE), indent=1))
     else:
         ours = found["isojax"]
-        title = f"{model}, {ours['layers']} layers, {tokens} tokens, {ours['device']}"
-        shown = Table(title=title)
-        for name in table[0]:
-            shown.add_column(name)
-        for row in table:
-            shown.add_row(*map(str, row.values()))
-        console = Console(width=max(Console().width, 100))
-        console.print(shown)
+        console = shown.show(f"{model}, {ours['layers']} layers, {tokens} tokens, {ours['device']}", table)
         console.print(NOTE, markup=False)
-        if found["isojax"]["stand_ins"]:
-            console.print(f"run by XLA for want of a kernel: {', '.join(found['isojax']['stand_ins'])}", markup=False)
     if not found["isojax"]["compared"]:
         raise IsoError("no log-probability was compared; give sequences of at least two tokens")
     if found["isojax"]["differing"]:

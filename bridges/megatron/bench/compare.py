@@ -22,6 +22,7 @@ SIDES = ("stock", "isojax")
 def run(work: Any, progress: Callable[[str], None] = lambda side: None) -> dict[str, Any]:
     """{side: what bench.side.measure gave}. Raises Unavailable with the end of a side's log where it failed."""
     out: dict[str, Any] = {}
+    here = os.environ | {"JAX_PLATFORMS": "cpu"}  # JAX only traces: its own GPU client would take memory beside torch's
     for side in SIDES:
         progress(side)
         with tempfile.TemporaryDirectory() as folder:
@@ -29,19 +30,12 @@ def run(work: Any, progress: Callable[[str], None] = lambda side: None) -> dict[
             job.write_text(json.dumps(dict(side=side, work=dataclasses.asdict(work))))
             command = [sys.executable, "-m", "bridges.megatron.bench.side", str(job), str(result)]
             with log.open("w") as f:
-                code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=environment()).returncode
+                code = subprocess.run(command, stdout=f, stderr=subprocess.STDOUT, env=here).returncode
             if code or not result.is_file():
                 tail = "\n".join(log.read_text().splitlines()[-12:])
                 raise Unavailable(f"the {side} trainer failed with exit code {code}:\n{tail}")
             out[side] = json.loads(result.read_text())
     return out
-
-
-def environment() -> dict[str, str]:
-    """A side's environment: where a backward region is still XLA's on the GPU, JAX needs its CUDA backend, without
-    taking the memory that torch is measured by."""
-    platforms = os.environ.get("JAX_PLATFORMS", "cuda,cpu" if Path("/dev/nvidiactl").exists() else "cpu")
-    return dict(os.environ, JAX_PLATFORMS=platforms, XLA_PYTHON_CLIENT_PREALLOCATE="false")
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -103,7 +102,3 @@ def flops(config: DenseConfig, batch: MicroBatch) -> float:
     products = 6.0 * batch.tokens.numel() * (c.layers * layer + c.vocab * c.hidden)
     pairs = sum(n * (n + 1) / 2 for n in map(len, batch.sequences))
     return products + 12.0 * c.layers * c.heads * c.head_dim * pairs
-
-
-def plain(work: Workload) -> dict[str, Any]:
-    return dataclasses.asdict(work)

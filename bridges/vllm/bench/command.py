@@ -24,10 +24,7 @@ def engine(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """vLLM: stock against IsoJAX, same weights, prompts and sizes. Exit code 1 if bits differ."""
-    from rich.console import Console
-    from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
-    from rich.table import Table
-
+    from bridges import shown
     from bridges.vllm.bench import compare
     from bridges.vllm.bench.workload import Workload
     from isojax import doctor
@@ -39,21 +36,14 @@ def engine(
     except ValueError:
         raise InputError(f"--steps {steps!r}: give pairs as in 1x128,256x128") from None
     work = Workload(model, layers, pairs, decode, requests, check, context, utilization)
-    columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("engine", total=None)
-        found = compare.run(work, folder, lambda what: bar.update(task, description=what))
+    with shown.running("engine") as say:
+        found = compare.run(work, folder, say)
     table = compare.rows(found)
     if as_json:
         print(json.dumps(found | dict(rows=table), indent=1))
     else:
-        shown = Table(title=f"{model}: stock {found['stock']['runner']} runner, {found['stock']['graphs']} graphs")
-        for name in table[0]:
-            shown.add_column(name)
-        for row in table:
-            shown.add_row(*map(str, row.values()))
-        console = Console(width=max(Console().width, 100))
-        console.print(shown)
+        stock = found["stock"]
+        console = shown.show(f"{model}: stock {stock['runner']} runner, {stock['graphs']} graphs", table)
         console.print(f"start of ours, s: {found['isojax']['iso_start_s']}", markup=False)
         console.print(f"against the JAX reference: {found.get('check', 'not compared')}", markup=False)
     if check:

@@ -45,13 +45,16 @@ def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[s
 
 def _process(folder: Path, name: str, module: list[Any], more: dict[str, str]) -> None:
     log = folder / f"{name}.log"
+    command = [sys.executable, "-m", *map(str, module)]
     with log.open("wb") as f:
-        done = subprocess.run(
-            [sys.executable, "-m", *map(str, module)], stdout=f, stderr=f, env=os.environ | more, timeout=SECONDS
-        )
-    if done.returncode:
+        try:
+            code = subprocess.run(command, stdout=f, stderr=f, env=os.environ | more, timeout=SECONDS).returncode
+            how = f"ended with code {code}"
+        except subprocess.TimeoutExpired:
+            code, how = -1, f"was ended after {SECONDS} s"
+    if code:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
-        raise IsoError(f"{name} ended with code {done.returncode}; its log {log} ends:\n{end}")
+        raise IsoError(f"{name} {how}; its log {log} ends:\n{end}")
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:

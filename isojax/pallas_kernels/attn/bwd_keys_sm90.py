@@ -46,11 +46,9 @@ def key_gradients(s: Shape, scale: float, stages: int):
 
     def body(q, kv, ct, stats, cu_q, work, dkv, **scratch):
         item, lane, wg = (lax.axis_index(n) for n in ("item", "lane", "wg"))
-        request = work[item, 0]
 
-        @pl.when(request >= 0)
-        def _():
-            at = tiles.span(s, cu_q, request)
+        @tiles.of_item(s, cu_q, work, item)
+        def _(at):
             tile = at.tiles - work[item, 1]
             kv_head, chain = lax.div(lane, i32(s.chains)), lax.rem(lane, i32(s.chains))
             head = kv_head * s.group + chain * CHAIN_HEADS
@@ -197,7 +195,7 @@ class _Keys:
 
         def values(p):
             for c in range(panels):
-                multiply_in(dv[c], p.astype(bf16), ct.at[c], self.spare(wg))
+                multiply_in(dv[c], p.astype(bf16), ct.at[c], tiles.spare_of(smem, wg))
 
         def first(acc):
             scores(acc)
@@ -213,10 +211,7 @@ class _Keys:
         dp = pl.run_scoped(second, *accumulators(1, ROWS))
         ds16 = (p * (dp - tiles.spread(delta, dp, 1))).astype(bf16)
         for c in range(panels):
-            multiply_in(dk[c], ds16, q.at[c], self.spare(wg))
-
-    def spare(self, wg):
-        return self.smem["spare"].at[wg] if "spare" in self.smem else None
+            multiply_in(dk[c], ds16, q.at[c], tiles.spare_of(smem, wg))
 
     def clear(self, wg, slot, rest) -> None:
         """Zero the rows of a partial query tile that are not the request's: then they add nothing."""
@@ -251,11 +246,9 @@ def fold(s: Shape):
 
     def body(parts, cu_q, work, dkv, staged):
         item, kv_head, half = (lax.axis_index(n) for n in ("item", "head", "half"))
-        request = work[item, 0]
 
-        @pl.when(request >= 0)
-        def _():
-            at = tiles.span(s, cu_q, request)
+        @tiles.of_item(s, cu_q, work, item)
+        def _(at):
             tile = at.tiles - work[item, 1]
             tile_view, landing = views(staged)
 

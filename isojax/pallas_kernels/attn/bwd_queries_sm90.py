@@ -38,11 +38,9 @@ def query_gradients(s: Shape, scale: float, keys: int, stages: int):
 
     def body(q, kv, ct, stats, cu_q, work, dq, **scratch):
         item, head, wg = (lax.axis_index(n) for n in ("item", "head", "wg"))
-        request = work[item, 0]
 
-        @pl.when(request >= 0)
-        def _():
-            at = tiles.span(s, cu_q, request)
+        @tiles.of_item(s, cu_q, work, item)
+        def _(at):
             tile = work[item, 1] - 1
             # key tiles up to the last row's own key
             end = lax.div(lax.min((tile + 1) * TILE, at.length) + (keys - 1), i32(keys))
@@ -144,8 +142,7 @@ class _Queries:
             ds = tiles.causal(ds, most, smem["numbers"].at[wg], keys=1)
             ds16 = ds.astype(bf16)
             for c in range(panels):
-                spare = smem["spare"].at[wg] if "spare" in smem else None
-                multiply_in(dq[c], ds16, k.at[c], spare)
+                multiply_in(dq[c], ds16, k.at[c], tiles.spare_of(smem, wg))
 
         pl.run_scoped(products, *accumulators(2, self.keys))
         plgpu.wgmma_wait(0)

@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
 from isojax.pallas_kernels.attn.reference_bwd import CHAIN_HEADS
+from isojax.pallas_kernels.attn.tiles_sm90 import PANEL, ROWS, Packed
 
 CONSUMERS = 2  # warpgroups that compute; one more fetches
-ROWS = 64  # rows of one warpgroup's MMA
 TILE = CONSUMERS * ROWS
-PANEL = 64  # columns of a head held together
 REGISTERS = {"produce": 24, "consume": 240}
 i32, f32, bf16 = jnp.int32, jnp.float32, jnp.bfloat16
 WGMMA = plgpu.Layout.WGMMA
@@ -31,22 +30,10 @@ PARAMS = plgpu.CompilerParams(approx_math=True)  # exp2 is one instruction
 
 
 @dataclass(frozen=True)
-class Shape:
+class Shape(Packed):
     """Static facts of one call."""
 
-    tokens: int
-    q_heads: int
-    kv_heads: int
-    head_dim: int
     requests: int
-
-    @property
-    def group(self) -> int:
-        return self.q_heads // self.kv_heads
-
-    @property
-    def panels(self) -> int:
-        return self.head_dim // PANEL
 
     @property
     def chains(self) -> int:
@@ -89,6 +76,12 @@ def span(s: Shape, cu_q: Any, request: jax.Array) -> Span:
     start = cu_q[request]
     stop = jnp.where(padding, s.tokens, cu_q[lax.min(request + 1, i32(s.requests))])
     return Span(start, stop - start, padding)
+
+
+def of_item(s: Shape, cu_q: Any, work: Any, item: jax.Array) -> Callable[[Callable[[Span], None]], None]:
+    """Decorator: runs its function on the rows of the item's request, unless the item is no work."""
+    request = work[item, 0]
+    return lambda run: pl.when(request >= 0)(lambda: run(span(s, cu_q, request)))
 
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
@@ -144,6 +137,11 @@ def store_rows(copy: Callable[[Any, int], None], valid: jax.Array) -> None:
 def spare_smem(keys: int) -> dict[str, Any]:
     """The interpreter's stand-in for a left operand in registers; nothing on a GPU. See `multiply_in`."""
     return dict(spare=plgpu.SMEM((CONSUMERS, ROWS, keys), bf16)) if interpreting() else {}
+
+
+def spare_of(smem: dict[str, Any], wg: jax.Array) -> Any:
+    """A warpgroup's part of `spare_smem`; None on a GPU."""
+    return smem["spare"].at[wg] if "spare" in smem else None
 
 
 def multiply_in(acc: Any, a: jax.Array, b: Any, spare: Any) -> None:

@@ -159,14 +159,17 @@ def gate(ways: Callable[..., Iterator[Way]], name: str) -> Callable[[Context], G
                 for pieces in calls:
                     got = compute(context, requests, pieces, page, height)
                     total = total + differ(got, want, f"{heads} {label}")
-            caught = caught and control(context, requests, want, tile)
+            caught = caught and control(context, requests, want, height)
         return GateResult(f"attn.core/{name}", total.checked, total.differing, caught, total.first)
 
     return run
 
 
 def control(context: Context, requests: Sequence[Request], want: Bits, tile: int) -> bool:
-    """The last row of the longest request over the same keys, two tiles exchanged: it must differ from `want`."""
+    """The last row of the longest request over the same keys, two tiles exchanged: it must differ from `want`.
+
+    tile: of the gate's last way, so that the control of decoding goes through the decode kernels.
+    """
     r = max(range(len(requests)), key=lambda i: len(requests[i].q))
     request, last = requests[r], len(requests[r].q) - 1
     order = np.arange(last + 1)

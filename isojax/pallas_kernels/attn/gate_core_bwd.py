@@ -14,30 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from isojax.gates.bits import Diff, compare
 from isojax.gates.case import Context, GateResult
 from isojax.gates.run import device
 from isojax.pallas_kernels.attn import core_bwd, kernel_core_bwd_sm90
+from isojax.pallas_kernels.attn.gate_core import BF16, SHAPES, Heads  # the last of SHAPES has two chains
 from isojax.pallas_kernels.attn.kernel_core_bwd_sm90 import Tuning
 from isojax.schedule import LOG2E
 
 LENGTHS = (1, 2, 63, 64, 65, 127, 128, 129, 300, 1100)
 QUICK_LENGTHS = (1, 65, 130)
-BF16 = jnp.dtype(jnp.bfloat16)
 TUNINGS = (Tuning(key_stages=2, keys=128, query_stages=1), Tuning(key_stages=3, keys=64, query_stages=3))
-
-
-@dataclass(frozen=True)
-class Heads:
-    q: int
-    kv: int
-    dim: int
-
-
-SHAPES = (Heads(4, 2, 64), Heads(3, 1, 128), Heads(8, 1, 128))  # the last one has two chains
 
 
 @dataclass(frozen=True)

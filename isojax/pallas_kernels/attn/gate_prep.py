@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -41,23 +44,40 @@ def rope_table(rng, head_dim):
     return np.concatenate([np.cos(angle), np.sin(angle)], 1).astype(np.float32)
 
 
-@prep.gate_cases
-def cases(rng, rows):
-    def case(name, head_dim, heads, kv_heads, bias, norm, zero_centered=False):
-        width = (heads + 2 * kv_heads) * head_dim
+@dataclass(frozen=True)
+class Family:
+    """A family's choice of heads, bias and norms."""
+
+    name: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    bias: bool = False
+    norm: bool = False
+    zero_centered: bool = False
+
+    def operands(self, rng: np.random.Generator, rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments and statics of attn.prep."""
+        width = (self.heads + 2 * self.kv_heads) * self.head_dim
         args = (
             ill_conditioned(rng, rows, width),
-            ill_conditioned(rng, width) if bias else None,
-            ill_conditioned(rng, head_dim) if norm else None,
-            ill_conditioned(rng, head_dim) if norm else None,
-            rope_table(rng, head_dim),
+            ill_conditioned(rng, width) if self.bias else None,
+            ill_conditioned(rng, self.head_dim) if self.norm else None,
+            ill_conditioned(rng, self.head_dim) if self.norm else None,
+            rope_table(rng, self.head_dim),
             rng.integers(0, POSITIONS, rows).astype(np.int32),
         )
-        statics = {"kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "zero_centered": zero_centered}
-        return Case(name, args, statics, _altered, exact)
+        statics = {"kv_heads": self.kv_heads, "head_dim": self.head_dim, "eps": 1e-6}
+        return args, {**statics, "zero_centered": self.zero_centered}
 
-    return [
-        case("llama", 64, 3, 1, bias=False, norm=False),
-        case("qwen3", 128, 4, 2, bias=False, norm=True),
-        case("all, zero_centered", 64, 6, 2, bias=True, norm=True, zero_centered=True),
-    ]
+
+FAMILIES = (
+    Family("llama", 64, 3, 1),
+    Family("qwen3", 128, 4, 2, norm=True),
+    Family("all, zero_centered", 64, 6, 2, bias=True, norm=True, zero_centered=True),
+)
+
+
+@prep.gate_cases
+def cases(rng, rows):
+    return [Case(f.name, *f.operands(rng, rows), _altered, exact) for f in FAMILIES]

@@ -7,7 +7,7 @@ import numpy as np
 from isojax.gates.case import Case, ill_conditioned
 from isojax.gates.gradients import of_rows, of_weights
 from isojax.pallas_kernels.attn import prep_bwd
-from isojax.pallas_kernels.attn.gate_prep import POSITIONS, rope_table
+from isojax.pallas_kernels.attn.gate_prep import FAMILIES, Family
 
 
 def exact(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, head_dim, eps, zero_centered):
@@ -38,23 +38,12 @@ def exact(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, head
 
 @prep_bwd.gate_cases
 def cases(rng, rows):
-    def case(name, head_dim, heads, kv_heads, bias, norm, zero_centered=False):
-        width = (heads + 2 * kv_heads) * head_dim
-        args = (
-            ill_conditioned(rng, rows, width),
-            ill_conditioned(rng, width) if bias else None,
-            ill_conditioned(rng, head_dim) if norm else None,
-            ill_conditioned(rng, head_dim) if norm else None,
-            rope_table(rng, head_dim),
-            rng.integers(0, POSITIONS, rows).astype(np.int32),
-            ill_conditioned(rng, rows, heads, head_dim),
-            ill_conditioned(rng, rows, kv_heads, 2 * head_dim),
-        )
-        statics = {"kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6, "zero_centered": zero_centered}
-        return Case(name, args, statics, None, exact)
+    def case(f: Family) -> Case:
+        args, statics = f.operands(rng, rows)
+        dq = ill_conditioned(rng, rows, f.heads, f.head_dim)
+        dkv = ill_conditioned(rng, rows, f.kv_heads, 2 * f.head_dim)
+        return Case(f.name, (*args, dq, dkv), statics, None, exact)
 
-    llama = case("llama", 64, 3, 1, bias=False, norm=False)
-    qwen3 = case("qwen3", 128, 4, 2, bias=False, norm=True)
-    whole = case("all, zero_centered", 64, 6, 2, bias=True, norm=True, zero_centered=True)
+    llama, qwen3, whole = map(case, FAMILIES)
     weights = [of_weights(prep_bwd, c, ["dq", "dkv"]) for c in (qwen3, whole)]
     return [*[of_rows(prep_bwd, c) for c in (llama, qwen3, whole)], *weights]

@@ -36,10 +36,10 @@ class Tuning:
 
 
 def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
-    """-> out [T, Hq D], lse [T, Hq]."""
+    """-> out [T, Hq D], lse [T, Hq]. The keys are in pages: `supports` refuses others."""
     q = q.reshape(shape.tokens * shape.q_heads, shape.head_dim)
-    operands = (q, kv, cu_q, lens, work) if table is None else (q, kv, cu_q, lens, work, table)
-    states = _partials(shape, scale, splits_of(shape, tuning.programs), tuning.places)(*operands)
+    partials = _partials(shape, scale, splits_of(shape, tuning.programs), tuning.places)
+    states = partials(q, kv, cu_q, lens, work, table)
     return _folded(shape)(*states, cu_q, lens, work)
 
 
@@ -87,9 +87,7 @@ def _partials(s: Shape, scale: float, splits: int, ring: int):
     heads = _state_heads(s)
     lead = (s.items, s.blocks, s.partitions)
 
-    def body(q, kv, cu_q, lens, work, *rest, q_smem, kv_smem, q_ready, ready):
-        *table, sums, ends = rest
-        table = table[0] if table else None
+    def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
         item, block, split = (lax.axis_index(name) for name in ("item", "block", "split"))
 
         @pl.when(work[item, 0] >= 0)

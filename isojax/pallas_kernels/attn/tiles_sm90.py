@@ -29,27 +29,34 @@ i32 = jnp.int32
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Static facts of one call. page is 0 where the keys are the batch's own; positions: most keys of a request."""
+class Packed:
+    """Static facts of a packed batch."""
 
     tokens: int
     q_heads: int
     kv_heads: int
     head_dim: int
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.q_heads // self.kv_heads
+
+    @property
+    def panels(self) -> int:
+        return self.head_dim // PANEL
+
+
+@dataclass(frozen=True)
+class Shape(Packed):
+    """Static facts of one call. page is 0 where the keys are the batch's own; positions: most keys of a request."""
+
     tile: int
     page: int
     positions: int
     items: int
     keys: int = KV_TILE
     partition: int = KV_PARTITION
-
-    @property
-    def group(self) -> int:
-        return self.q_heads // self.kv_heads
-
-    @property
-    def panels(self) -> int:
-        return self.head_dim // PANEL
 
     @property
     def heads(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 
 from isojax.gates.bits import Diff, compare
 from isojax.gates.case import Context, GateResult, ill_conditioned
@@ -36,7 +35,3 @@ def elements(dtype):
         )
 
     return gate
-
-
-def exact(*parts):
-    return np.sum([p.astype(np.float64) for p in parts], 0)

@@ -1,8 +1,10 @@
 """The language-model head: logits, and log-probabilities over a fixed cut of the vocabulary.
 
 The engine has logits (head.logprob_rows); the trainer has hidden states and never forms [T, V] (head.logprob). Both run
-one schedule: vocabulary leaves from the true vocabulary size, tiles of 128 logits within a leaf in ascending order, a
-balanced tree over the leaves.
+one schedule, and change version together: vocabulary leaves from the true vocabulary size; the maximum, and the sum of
+exponentials below it, of each tile of 128 logits; a leaf's tiles added in ascending order (sm90: weighed against the
+leaf's maximum; cpu: rescaled whenever a tile raises it); a balanced tree over the leaves. In code: `lse` for sm90,
+`reference.log_sum_exp` for cpu.
 """
 
 from __future__ import annotations

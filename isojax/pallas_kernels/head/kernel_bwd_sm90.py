@@ -115,7 +115,7 @@ def logprob_bwd(
 def tiles_of(n: int, d: int, width: int) -> dict[str, Tiles]:
     """Tiles of the three products; free to tune."""
     return dict(
-        dlogits=Tiles(128 if n % 256 == 0 else 64, VOCAB_TILE, tiles.step(d), (2, 1), snake=16),
+        dlogits=Tiles(128 if n % 256 == 0 else 64, VOCAB_TILE, tiles.stride(d), (2, 1), snake=16),
         dweight=grad.tiles_of(width, d, n),
         dhidden=grad.tiles_of(n, d, width),
     )

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from isojax.errors import Unsupported
 from isojax.pallas_kernels import strips
 from isojax.pallas_kernels.head import lse as shared
-from isojax.pallas_kernels.head.kernel_sm90 import check_vocab, leaf_tiles
-from isojax.pallas_kernels.head.lse import BLOCK, LAYOUT, MASKED, ROWS
+from isojax.pallas_kernels.head.kernel_sm90 import check_vocab
+from isojax.pallas_kernels.head.lse import BLOCK, LAYOUT, MASKED, ROWS, leaf_tiles
 from isojax.pallas_kernels.interpretable import publish
 from isojax.schedule import LEAVES, VOCAB_TILE
 

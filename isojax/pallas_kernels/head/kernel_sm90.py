@@ -1,9 +1,8 @@
 """The head on Hopper: logits, and log-probabilities fused into the product.
 
 head.logprob runs in three steps. (1) The product; the statistics of each [64-row, 128-column] tile of its
-accumulators, max and sum, go to memory: [tiles, T] fp32 each. (2) A leaf's tiles are added in ascending order, the
-leaves by the tree. (3) Subtract. Memory is O(T): 12 bytes for every 128 columns of a row. kernel_rows_sm90 does the
-same to given logits.
+accumulators, max and sum, go to memory: [tiles, T] fp32 each. (2) Tiles are added to leaves, and those by the tree.
+(3) Subtract. Memory is O(T): 12 bytes for every 128 columns of a row. kernel_rows_sm90 does the same to given logits.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.head import lse as shared
-from isojax.pallas_kernels.head.lse import MASKED, ROW_LAYOUT, ROWS
+from isojax.pallas_kernels.head.lse import MASKED, ROW_LAYOUT, ROWS, leaf_tiles
 from isojax.pallas_kernels.linear import gemm, tiles
 from isojax.pallas_kernels.linear import kernel_sm90 as linear
 from isojax.pallas_kernels.linear.tiles import Tiles
@@ -32,12 +31,6 @@ VOCAB_QUANTUM = 64  # a leaf must begin on a multiple of 8 rows of the weight
 def rows_of(ref, start):
     """64 values of a per-row vector in memory, laid out as the rows of a block."""
     return plgpu.load(ref.at[pl.ds(start, ROWS)], layout=ROW_LAYOUT, optimized=False)
-
-
-def leaf_tiles(vocab: int) -> tuple[int, int]:
-    """(columns, tiles) of each vocabulary leaf."""
-    width = vocab // LEAVES
-    return width, -(-width // VOCAB_TILE)
 
 
 # -- logits -----------------------------------------------------------------------------------------------------------
@@ -173,6 +166,7 @@ def logprob(hidden, weight, targets, inv_temperature, *, emit_logits: bool, t: T
 
 
 def check_vocab(region: str, vocab: int) -> None:
+    """Raise Unsupported unless the vocabulary falls into leaves that begin where TMA can."""
     if vocab % VOCAB_QUANTUM:
         mend = "use arch cpu; rows added to the vocabulary would enter the softmax"
         raise Unsupported(region, f"V = {vocab}", f"V a multiple of {VOCAB_QUANTUM} on sm90 (TMA tiles)", mend)

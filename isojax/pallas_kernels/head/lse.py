@@ -2,8 +2,7 @@
 
 Both must give the same bits, one from accumulators and one from logits in memory. So they share these functions and
 the layout they run in: [64, 128] blocks as wgmma leaves them, since Mosaic's tree of register additions depends on it.
-A leaf's tiles are weighed against the largest of their maxima, which no order changes, and added in ascending order.
-What a compiler could do to one and not to the other is fenced.
+What a compiler could do to one and not to the other is fenced. The schedule is stated in isojax.pallas_kernels.head.
 """
 
 from __future__ import annotations
@@ -13,14 +12,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.schedule import LN2, LOG2E, VOCAB_TILE, tree
+from isojax.pallas_kernels.head.reference import MASKED
+from isojax.schedule import LN2, LOG2E, VOCAB_TILE, tree, vocab_leaves
 
 ROWS = 64  # height of a block: one warpgroup, always
-MASKED = -1e30  # least maximum of a tile, so that a fully masked one counts for nothing
 LAYOUT = plgpu.Layout.WGMMA
 ROW_LAYOUT = LAYOUT.reduce(1)
 
 BLOCK = (ROWS, VOCAB_TILE)
+
+
+def leaf_tiles(vocab: int) -> tuple[int, int]:
+    """(columns, tiles) of each vocabulary leaf, all equal: vocab is a multiple of 8."""
+    width = vocab_leaves(vocab)[0][1]
+    return width, -(-width // VOCAB_TILE)
 
 
 def along_rows(v: jax.Array) -> jax.Array:

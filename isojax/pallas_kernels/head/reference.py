@@ -21,7 +21,7 @@ from isojax.schedule import (
 )
 
 f32 = jnp.float32
-MASKED = -1e30
+MASKED = -1e30  # least maximum of a tile, so that a fully masked one counts for nothing
 VOCAB_CHUNK = 16384  # columns whose logits the backward holds at a time, at most
 
 

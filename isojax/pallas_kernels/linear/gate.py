@@ -117,6 +117,6 @@ def any_cut(region, statics, variants, kernel, context: Context) -> GateResult:
             got = jax.jit(functools.partial(kernel, t=t, **statics))(*here)
             total = total + compare(got, whole, f"{t} ")
     # control: one reassociation, by the other region: K in twice as many chains, or in half as many
-    more = context.execute(row, (x, weight), {"leaves": statics.get("leaves", 1) * 2 if region is column else 4})[0]
+    more = context.execute(row, (x, weight), {"leaves": 2 if region is column else LEAVES // 2})[0]
     caught = compare(more, whole).differing > 0
     return GateResult(f"{region.name}/any cut", total.checked, total.differing, caught, total.first)

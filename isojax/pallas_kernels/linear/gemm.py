@@ -1,6 +1,6 @@
 """The sm90 matrix product that the linear and head families share: x [T, K] @ w[N, K].T, as chains in ascending K.
 
-A persistent, warp-specialised kernel (the plan of JAX's own hopper_matmul_mgpu and of CUTLASS's pingpong kernels): one
+A persistent, warp-specialised kernel (the plan of JAX's own hopper_matmul_mgpu, and CUTLASS's cooperative kernels): one
 producer warpgroup streams tiles of x and w through a ring in shared memory by TMA, consumer warpgroups run wgmma. The
 ring runs on across work items, so that the producer fetches the next item while the consumers finish the last one.
 

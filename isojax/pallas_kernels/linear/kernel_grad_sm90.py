@@ -17,11 +17,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.linear import gemm
-from isojax.pallas_kernels.linear.tiles import SMS, Tiles, step
+from isojax.pallas_kernels.linear.tiles import Tiles, stride, waves
 
 DGRAD = (False, True)  # ct [T, N] @ weight [N, K]: the weight has the contraction first
-START = 64  # what `start` is a multiple of
 WGRAD = (True, True)  # ct [T, N].T @ x [T, K]: both have
+START = 64  # what `start` is a multiple of
 
 
 def dgrad(ct: jax.Array, weight: jax.Array, *, t: Tiles | None = None) -> jax.Array:
@@ -108,15 +108,14 @@ def storage(first: tuple[bool, bool], t: Tiles, rows: int, cols: int) -> gemm.St
 
 def tiles_of(rows: int, cols: int, depth: int) -> Tiles:
     """Tiles of [rows, cols], a contraction over `depth`: those whose waves over the GPU take least. Free to tune."""
-    k = step(depth)
+    k = stride(depth)
     options = {  # time of one block tile, of the largest; measured on an H200
         Tiles(128, 128, k, (2, 1), snake=16): 1.0,
         Tiles(64, 192, k, (2, 1)): 0.77,
         Tiles(64, 128, k, (2, 1)): 0.52,
         Tiles(64, 64, k, (2, 1)): 0.33,
     }
-    waves = lambda t: -(-(-(-rows // t.rows) * -(-cols // t.cols)) // SMS)
-    return min(options, key=lambda t: waves(t) * options[t])
+    return min(options, key=lambda t: waves(rows, cols, t.rows, t.cols) * options[t])
 
 
 def supports(region: str, rows: int, **operands) -> None:

@@ -65,7 +65,7 @@ def supports(region: str, x, weight, leaves: int = 1) -> None:
         raise Unsupported(region, f"N = {n}", allowed, "pad the weight with rows of zeros")
     if leaves & (leaves - 1) or leaves < 1:
         raise Unsupported(region, f"{leaves} leaves", "1, 2, 4, 8, ...", "choose the next power of two")
-    if k % leaves or not tiles.step(k // leaves):
+    if k % leaves or not tiles.stride(k // leaves):
         given = f"K = {k}" + (f" with {leaves} leaves" if leaves > 1 else "")
         mend = "zero-pad each leaf to a multiple of 16 columns" + (", or choose fewer leaves" if leaves > 1 else "")
         raise Unsupported(region, given, "K / leaves a multiple of 16 on sm90", mend)

@@ -23,7 +23,7 @@ class Tiles:
     m, n: one consumer warpgroup's accumulator. groups: consumer warpgroups along M and N. cluster: blocks that share
     one operand by multicast, neighbours along N where `shared` is 'x', along M where it is 'w'. snake: block tiles side
     by side in the order of work, for locality in L2. split: blocks of a cluster that share the leaves of one tile
-    (meet_sm90), with cluster 1.
+    (meet_sm90), with cluster 1. `misfit` refuses clusters of more than two blocks, which no gate ever ran.
     """
 
     m: int
@@ -77,7 +77,7 @@ def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
         return f"no tile is {t.m} x {t.n} x {t.k}"
     if min(t.groups) < 1 or t.warpgroups > 4 or t.snake < 1:
         return f"{t.groups} warpgroups cannot be launched"
-    if t.shared not in ("x", "w") or t.blocks not in (1, 2, 4, 8) or min(t.cluster, t.split) > 1:
+    if t.shared not in ("x", "w") or t.blocks not in (1, 2) or min(t.cluster, t.split) > 1:
         return f"no cluster shares {t.shared!r} among {t.cluster} blocks and leaves among {t.split}"
     if leaves % t.split or t.n // t.split < 16 or t.n % (8 * t.split):
         return f"{t.split} blocks cannot share {leaves} leaves and {t.n} columns"
@@ -88,14 +88,9 @@ def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
     return ""
 
 
-def step(width: int) -> int:
-    """Columns of one pipeline step: the widest of 64, 32, 16 that divides a leaf of this width; 0 where none does."""
-    return next((k for k in (64, 32, 16) if width % k == 0), 0)
-
-
 def stride(width: int, most: int = 64) -> int:
-    """Columns of one pipeline step, at most `most`, that divide a leaf of this width, a multiple of 16."""
-    return next(k for k in (128, 64, 32, 16) if k <= most and width % k == 0)
+    """Columns of one pipeline step, at most `most`, that divide a leaf of this width; 0 where 16 does not."""
+    return next((k for k in (128, 64, 32, 16) if k <= most and width % k == 0), 0)
 
 
 def share(n: int, tiles: int) -> int:
@@ -162,5 +157,5 @@ def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
 def for_vocabulary(t: int, k: int, emit_logits: bool = False) -> Tiles:
     """Tiles of the fused head: a warpgroup's accumulator is made of [64, 128] blocks of one vocabulary leaf."""
     if t % 128:
-        return Tiles(64, 128, step(k), (1, 2))
-    return Tiles(64 if t % 256 or emit_logits else 128, 128, step(k), (2, 1))
+        return Tiles(64, 128, stride(k), (1, 2))
+    return Tiles(64 if t % 256 or emit_logits else 128, 128, stride(k), (2, 1))

@@ -18,9 +18,9 @@ def swiglu_bwd_supports(gate_up, ct):
     check_rows("mlp.swiglu_bwd", gate_up, ct, columns=ct.shape[1], widest=65536)
 
 
-def swiglu_bwd(gate_up, ct, *, widest=WIDEST):
+def swiglu_bwd(gate_up, ct):
     rows, columns = ct.shape
-    cut = strips(columns, gate_up.dtype, widest)
+    cut = strips(columns, gate_up.dtype, WIDEST)
 
     def mlp_swiglu_bwd(gate_up, ct, out):
         t = lax.axis_index("row")

@@ -52,7 +52,7 @@ def add_rms_bwd(h, weight, rstd, ct_h, ct_y, *, zero_centered):
     return _gradients("norms_add_rms_bwd", h, weight, rstd, (ct_y, ct_h), zero_centered)
 
 
-def _gradients(name, x, weight, rstd, cts, zero_centered, *, chunk=CHUNK, stages=STAGES):
+def _gradients(name, x, weight, rstd, cts, zero_centered):
     """x [T, D], weight [D], rstd [T], cts: of y, and where the norm is fused also of h, [T, D] -> dx, dweight."""
     rows, columns = x.shape
     cut = strips(columns, x.dtype, WIDEST)
@@ -61,7 +61,7 @@ def _gradients(name, x, weight, rstd, cts, zero_centered, *, chunk=CHUNK, stages
         given, rest = refs[: 1 + len(cts)], refs[1 + len(cts) :]
         weight, rstd, dx, partial, *rings, arrived = rest
         c = lax.axis_index("chunk")
-        first = c * chunk
+        first = c * CHUNK
 
         def fetch(i, slot):
             for ref, ring in zip(given, rings, strict=True):
@@ -79,13 +79,13 @@ def _gradients(name, x, weight, rstd, cts, zero_centered, *, chunk=CHUNK, stages
 
         def write(t, s, value):
             put = lambda: store(dx.at[t], s, value.astype(dx.dtype))
-            pl.when(t < rows)(put) if rows % chunk else put()
+            pl.when(t < rows)(put) if rows % CHUNK else put()
 
-        for i in range(min(stages, chunk)):
+        for i in range(STAGES):
             fetch(i, i)
 
         def step(i, dw):
-            slot = lax.rem(i, stages)
+            slot = lax.rem(i, STAGES)
             r = rstd[jnp.minimum(first + i, rows - 1)]  # past the end there are zeros
             plgpu.barrier_wait(arrived.at[slot])
             terms = [read(1, slot, s) * gamma(s) * (read(0, slot, s) * r) for s in cut]
@@ -97,22 +97,22 @@ def _gradients(name, x, weight, rstd, cts, zero_centered, *, chunk=CHUNK, stages
                 write(first + i, s, read(2, slot, s) + g if len(cts) > 1 else g)
                 d.append(w + ct * hat)
             plgpu.commit_smem()  # the row has been read
-            pl.when(i + stages < chunk)(lambda: fetch(i + stages, slot))
+            pl.when(i + STAGES < CHUNK)(lambda: fetch(i + STAGES, slot))
             return tuple(d)
 
         dw = tuple(plgpu.layout_cast(jnp.zeros((s.width,), f32), s.layout) for s in cut)
-        for d, s in zip(lax.fori_loop(0, chunk, step, dw), cut, strict=True):
+        for d, s in zip(lax.fori_loop(0, CHUNK, step, dw), cut, strict=True):
             store(partial.at[c], s, d)
 
-    chunks = -(-rows // chunk)
+    chunks = -(-rows // CHUNK)
     lines = (rows, columns // LINE, LINE)
     body.__name__ = name
     dx, partial = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partials(chunks, columns)),
         scratch_types=(
-            *[plgpu.SMEM((stages, *lines[1:]), x.dtype)] * (1 + len(cts)),
-            plgpu.Barrier(num_arrivals=1 + len(cts), num_barriers=stages),
+            *[plgpu.SMEM((STAGES, *lines[1:]), x.dtype)] * (1 + len(cts)),
+            plgpu.Barrier(num_arrivals=1 + len(cts), num_barriers=STAGES),
         ),
         grid=(chunks,),
         grid_names=("chunk",),

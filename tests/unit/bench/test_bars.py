@@ -25,6 +25,13 @@ def test_bars_name_regions_that_exist():
     assert {r for b in BARS for r in b.regions} <= set(REGISTRY)
 
 
+def test_every_benched_region_answers_to_a_bar():
+    """But for these, of which no speed is asked: they are shown, with peer and floor."""
+    free = {"embed.lookup", "residual.add", "grad.accumulate", "head.logits", "head.logprob_bwd"}
+    benched = {n for n, r in REGISTRY.items() if r.bench is not None}
+    assert free == benched - {r for b in BARS for r in b.regions}
+
+
 def test_a_case_answers_to_one_bar():
     names = {r for b in BARS for r in b.regions}
     for at in ({"M": m} for m in (1, 64, 256, 512, 1024, 8192)):

@@ -24,7 +24,7 @@ class Stub:
     """Stands in for compiler, stream and GPU: each kernel is a Python function of the memory it is given."""
 
     def __init__(self, *kernels):
-        self.kernels, self.loaded, self.log = list(kernels), [], []
+        self.kernels, self.loaded, self.log, self.result = list(kernels), [], [], 0
 
     def load(self, module, device):
         i = len(self.loaded)
@@ -38,8 +38,9 @@ class Stub:
                 self.kernels[i](*[ctypes.cast(p, ctypes.POINTER(ctypes.c_float)) for p in pointers])
             except Exception as e:  # ctypes would only print it
                 self.log.append(e)
+            return self.result
 
-        return lambda stream, pointers: host_launch(ctypes.c_void_p(4096 + i), stream, pointers)
+        return cuda._checked(ctypes.c_void_p(4096 + i), host_launch)
 
     def launcher(self, plan):
         self.sizes = [len(op.operands) + len(op.outs) for op in plan.launches()]
@@ -76,6 +77,15 @@ def test_two_kernels_in_order_with_constants_and_reshapes():
     assert (first, second, stream) == (0, 1, 77)
     assert a[0] == x.data_ptr() and a[2] == b[0], "the second kernel reads what the first wrote"
     assert a[1] != b[1] and launcher(x)[0].data_ptr() != y.data_ptr()
+
+
+def test_a_launch_that_the_driver_refuses_is_an_error():
+    stub = Stub(multiply, multiply)
+    launcher = stub.launcher(kernel_plan(toy("refused", two_kernels, lambda x: x * 2 * 3), [X], {}))
+    stub.result = 1
+    with pytest.raises(Unavailable, match="CUDA error 1"):
+        launcher(torch.randn(2, 128))
+    assert len(stub.log) == 1, "nothing is launched after it"
 
 
 def test_an_operand_that_a_kernel_overwrites_is_copied_first():
