@@ -17,41 +17,6 @@ from typing import Any
 import numpy as np
 
 
-def checkpoint(folder: Path, layers: int) -> Path:
-    """A random bf16 Qwen3-1.7B (or fewer layers) as a Hugging Face folder."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import Qwen3Config
-
-    from isojax.model import weights
-    from isojax.model.config import from_hf
-
-    hf = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        rope_parameters={"rope_type": "default", "rope_theta": 1000000.0},
-        architectures=["Qwen3ForCausalLM"],
-        dtype="bfloat16",
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    config = from_hf(hf)
-    folder.mkdir(parents=True, exist_ok=True)
-    params = weights.random(config, seed=1, device="cuda" if torch.cuda.is_available() else "cpu")
-    hidden = {k: v.cpu().contiguous() for k, v in weights.to_hf(params, config).items()}
-    save_file(hidden, folder / "model.safetensors", {"format": "pt"})
-    hf.save_pretrained(folder)
-    return folder
-
-
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path(".iso/e2e"))
@@ -63,11 +28,12 @@ def main() -> int:
     from bridges.parity import report
     from bridges.parity.record import Record
     from bridges.parity.run import Result, _job, run
+    from bridges.vllm.bench.workload import Workload, checkpoint
     from isojax import profile
 
     work = Path("/tmp/iso-e2e")
     started = time.perf_counter()
-    model = checkpoint(work / "model", options.layers)
+    model = checkpoint(Workload("qwen3-1.7b", options.layers), work / f"model-{options.layers}")
     print(f"checkpoint {time.perf_counter() - started:.1f} s", flush=True)
     contract = work / "dense.sm90.json"
     import contract as contracts

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from pathlib import Path
 
+from contract import files
 from contract.canonical import strict_loads
 from contract.errors import ContractError, Finding
 from contract.schema import Contract
@@ -49,15 +49,4 @@ def save(contract: Contract, path: str | os.PathLike[str]) -> None:
     """
     validate(contract)
     text = json.dumps(contract.plain(), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-    target = Path(os.path.realpath(path))  # replace what a link points to, not the link
-    # In the same folder, because a rename is atomic only within one file system; opened plainly rather than with
-    # tempfile, so that the result has the usual permissions and not 0600.
-    scratch = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
-    try:
-        with scratch.open("xb") as file:
-            file.write(text.encode("utf-8"))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, target)
-    finally:
-        scratch.unlink(missing_ok=True)
+    files.write(path, text)

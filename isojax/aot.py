@@ -9,8 +9,6 @@ come on the process's standard output.
 from __future__ import annotations
 
 import hashlib
-import os
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +18,7 @@ from typing import Any
 
 import jax
 
-from isojax import host_code
+from isojax import dumps, host_code
 from isojax.errors import Unavailable
 from isojax.lowering import MOSAIC_CALL, hopper
 
@@ -72,34 +70,14 @@ def compile_module(
 
 @contextmanager
 def _dumps(folder: Path) -> Iterator[Path]:
-    """Standard output of the process, C++'s included, goes to a file, with Mosaic's dumps."""
+    """Standard output goes to a file, with Mosaic's dumps; the cubin to another, by a tool that stands for nvdisasm."""
     tool = folder / "bin" / "nvdisasm"
     tool.parent.mkdir()
     tool.write_text(CATCH)
     tool.chmod(0o755)
-    said = folder / "said"
-    wanted = {
-        "MOSAIC_GPU_DUMP_HOST_LLVM": "1",
-        "MOSAIC_GPU_DUMP_SASS": "1",
-        "MOSAIC_GPU_CUDA_ROOT": str(folder),
-        "ISOJAX_CUBIN": str(folder / "cubin"),
-    }
-    old = {k: os.environ.get(k) for k in (*wanted, "MOSAIC_GPU_DUMP_TO")}
-    sys.stdout.flush()
-    saved = os.dup(1)
-    with said.open("wb") as f:
-        os.dup2(f.fileno(), 1)
-    os.environ.update(wanted)
-    os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
-    try:
+    wanted = dict(MOSAIC_GPU_DUMP_HOST_LLVM="1", MOSAIC_GPU_DUMP_SASS="1", MOSAIC_GPU_CUDA_ROOT=str(folder))
+    with dumps.caught(folder, **wanted, ISOJAX_CUBIN=str(folder / "cubin")) as said:
         yield said
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
-        for k, v in old.items():
-            os.environ.pop(k, None)
-            if v is not None:
-                os.environ[k] = v
 
 
 def kernel_name(cubin: bytes) -> str:

@@ -44,7 +44,8 @@ def main() -> None:
         _fail("interrupted")
     except Exception as e:
         if type(e).__module__.startswith(("click", "typer")) and hasattr(e, "format_message"):
-            _fail(e.format_message())  # type: ignore[attr-defined]
+            where = getattr(getattr(e, "ctx", None), "command_path", "isojax")
+            _fail(f"{e.format_message().rstrip('.')}; see `{where} --help`")  # type: ignore[attr-defined]
         traceback.print_exc()
         sys.exit(70)  # a defect of ours; 1 is kept for "a difference was found"
     sys.exit(code if isinstance(code, int) else 0)
@@ -192,17 +193,26 @@ def tune(
     workers: Annotated[int, typer.Option(min=1, help="Processes that compile; one at a time is on the GPU.")] = 4,
     as_json: Json = False,
 ) -> None:
-    """Measure tiles on this GPU and write the fastest of those whose bits a gate finds equal to the default's."""
+    """Measure tiles on this GPU and write the fastest of those whose bits a gate finds equal to the default's.
+
+    Exit code 1 if a shape failed: the others are written, and what failed is named.
+    """
     from rich.progress import track
 
     from isojax import doctor as room
     from isojax.tuning import search
 
-    room.require_sm90()
     chosen = search.jobs(region or search.REGIONS, match)
+    room.require_sm90("tune on the GPU that the table is for")
+    search.check(out)
     found = list(track(search.tune(chosen, workers), "tune", len(chosen), console=Console(stderr=True), transient=True))
     path = search.write(found, out)
     _show([search.shown(f) for f in found], f"wrote {path}", as_json)
+    failed = [f for f in found if f.failure]
+    for f in failed:
+        print(f"isojax: not written: {f.job.name}: {f.failure}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import platform
 import sys
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from isojax.errors import Unavailable
 
@@ -41,10 +43,10 @@ def hopper() -> str | None:
     return torch.cuda.get_device_name(0)
 
 
-def require_sm90() -> None:
-    """Raises Unavailable unless this machine has a Hopper GPU."""
+def require_sm90(mend: str = "use --arch cpu") -> None:
+    """Raises Unavailable unless this machine has a Hopper GPU. mend: what to do without one, in the caller's words."""
     if hopper() is None:
-        raise Unavailable("arch sm90 needs an NVIDIA Hopper GPU (compute capability 9.0); none is here; use --arch cpu")
+        raise Unavailable(f"arch sm90 needs an NVIDIA Hopper GPU (compute capability 9.0), and none is here; {mend}")
 
 
 def require_vllm() -> None:
@@ -65,6 +67,20 @@ def require_megatron() -> None:
         raise Unavailable(f"megatron-core {found} is installed; IsoJAX plugs into {MEGATRON}; install that version")
 
 
+def unknown_commands() -> list[str]:
+    """Commands and plug-ins that a checkout's pyproject.toml names, and that its installation was made without."""
+    project = Path(__file__).parents[1] / "pyproject.toml"
+    plain = tomllib.loads(project.read_text()).get("project", {}) if project.is_file() else {}
+    if plain.get("name") != "isojax":
+        return []  # installed without its checkout
+    try:
+        known = {(e.group, e.name, e.value) for e in importlib.metadata.distribution("isojax").entry_points}
+    except importlib.metadata.PackageNotFoundError:
+        known = set()
+    wanted = [(group, *item) for group, items in plain["entry-points"].items() for item in items.items()]
+    return [name for group, name, value in wanted if (group, name, value) not in known]
+
+
 def examine() -> Iterator[Check]:
     """All checks, in order of importance."""
     here = platform.python_version()
@@ -81,6 +97,9 @@ def examine() -> Iterator[Check]:
             yield Check(what, True, "the supported version is installed")
         except Unavailable as e:
             yield Check(what, False, str(e))
+    missing = unknown_commands()
+    known = "all of pyproject.toml" if not missing else f"{', '.join(missing)} came later; run `uv sync` again"
+    yield Check("commands", not missing, known)
     aot = importlib.util.find_spec("jax_plugins") is not None and _has_plugin()
     yield Check("sm_90a compiler", aot, "ahead of time, without a GPU" if aot else "install the dev group")
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import re
 import tempfile
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from typing import Any
 
 import jax
 
+from isojax import dumps
 from isojax.errors import Unavailable
 from isojax.region import Region
 
@@ -119,26 +119,30 @@ def compile_sm90(fn: Callable[..., Any], *avals: Any) -> list[Resources]:
 
     Raises: Unavailable without the CUDA plug-in and ptxas.
     """
+    return resources(dumped("PTXAS", fn, *avals))
+
+
+def dumped(what: str, fn: Callable[..., Any], *avals: Any) -> str:
+    """What Mosaic tells of the kernels of fn(*avals) while it compiles them for sm_90a: "PTXAS" or "PTX".
+
+    Raises: Unavailable without the CUDA plug-in and ptxas.
+    """
     here = hopper()
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in avals]
-    with tempfile.TemporaryDirectory() as folder:
-        old = os.environ.get("MOSAIC_GPU_DUMP_TO")
-        os.environ["MOSAIC_GPU_DUMP_TO"] = folder
-        try:
-            jax.jit(fn, out_shardings=here).trace(*specs).lower(lowering_platforms=("cuda",)).compile()
-        finally:
-            os.environ.pop("MOSAIC_GPU_DUMP_TO", None)
-            if old is not None:
-                os.environ["MOSAIC_GPU_DUMP_TO"] = old
-        return [_resources(p) for p in sorted(Path(folder).rglob("*.ptxas"))]
+    lowered = jax.jit(fn, out_shardings=here).trace(*specs).lower(lowering_platforms=("cuda",))
+    wanted = {f"MOSAIC_GPU_DUMP_{what}": "1"}
+    with tempfile.TemporaryDirectory() as folder, dumps.caught(Path(folder), **wanted) as said:
+        lowered.compile()
+        return said.read_text(errors="replace")
 
 
-def _resources(path: Path) -> Resources:
-    text = path.read_text()
-    number = lambda pattern: int(m.group(1)) if (m := re.search(pattern, text)) else -1
-    return Resources(
-        path.name.removesuffix(".ptxas"),
-        number(r"Used (\d+) registers"),
-        number(r"(\d+) bytes spill stores"),
-        number(r"(\d+) bytes spill loads"),
-    )
+def resources(said: str) -> list[Resources]:
+    """Of each kernel in what ptxas said, in order; -1 where it did not say."""
+
+    def one(name: str, text: str) -> Resources:
+        number = lambda pattern: int(m.group(1)) if (m := re.search(pattern, text)) else -1
+        spills = number(r"(\d+) bytes spill stores"), number(r"(\d+) bytes spill loads")
+        return Resources(name, number(r"Used (\d+) registers"), *spills)
+
+    _, *parts = re.split(r"Compiling entry function '(\w+)'", said)
+    return [one(*pair) for pair in zip(parts[::2], parts[1::2], strict=True)]

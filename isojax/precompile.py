@@ -40,6 +40,7 @@ log = logging.getLogger(__name__)
 TOOLCHAIN = ("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "numpy")
 WORKERS = 15
 SECONDS = 600  # that one call may take
+_found: dict[Call, bool] = {}  # every call that `ahead` was asked for -> whether it was kept already
 _made: dict[bytes, Any] = {}  # module -> Binary: in one process Mosaic compiles a module, and dumps it, only once
 
 
@@ -132,9 +133,12 @@ def ahead(calls: Iterable[Call], now: str, workers: int | None = None) -> dict[C
 
     A failure is logged, and is no error: such a call is compiled where it is launched, and raises there if it must.
     """
-    missing = [c for c in dict.fromkeys(calls) if store.get(c.key(now)) is None]
-    n = min(workers or min(WORKERS, os.cpu_count() or 1), len(missing))
-    if not n:
+    wanted = dict.fromkeys(calls)
+    missing = [c for c in wanted if store.get(c.key(now)) is None]
+    for c in wanted:
+        _found.setdefault(c, c not in missing)
+    n = min(workers or min(WORKERS, len(os.sched_getaffinity(0))), len(missing))
+    if not n or not store.writable():  # what a worker could not keep would be compiled for nothing
         return {}
     failed: dict[Call, str] = {}
     left = deque(sorted(missing, key=_cost, reverse=True))
@@ -149,18 +153,27 @@ def ahead(calls: Iterable[Call], now: str, workers: int | None = None) -> dict[C
                     break
                 if why := worker.do(call, now):
                     failed[call] = why
-                if worker.ended:  # what one call broke is not the next one's
+                if worker.ended and left:  # what one call broke is not the next one's
                     worker.close()
                     worker = _Worker()
         finally:
             worker.close()
 
     with ThreadPoolExecutor(n) as threads:
-        list(threads.map(work, range(n)))
+        try:
+            list(threads.map(work, range(n)))
+        finally:
+            left.clear()  # interrupted: the threads end with the call that each is at
     if failed:
         call, why = next(iter(failed.items()))
         log.warning("%d of %d calls were not compiled ahead; one is %s: %s", len(failed), len(missing), call, why)
     return failed
+
+
+def found() -> dict[str, int]:
+    """How many calls this process has found kept, and how many had to be compiled: whether its start was a warm one."""
+    kept = sum(_found.values())
+    return dict(kept=kept, compiled=len(_found) - kept)
 
 
 def _cost(call: Call) -> int:
@@ -191,11 +204,14 @@ class _Worker:
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it has ended, and its answer says so
-        if not select.select([self._answers], [], [], SECONDS)[0]:
+        late = not select.select([self._answers], [], [], SECONDS)[0]
+        if late:
             self._process.kill()
         line = self._answers.readline()
         self.ended = not line
-        return f"the worker ended ({self._process.wait()})" if self.ended else line.strip().removeprefix("ok")
+        if self.ended:
+            return f"the worker {f'took over {SECONDS} s and was ' if late else ''}ended ({self._process.wait()})"
+        return line.strip().removeprefix("ok")
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 
 from isojax import _jax_internals as internals
-from isojax.errors import RegionError, Unsupported
+from isojax.errors import IsoError, RegionError, Unsupported
 
 ARCHS = ("cpu", "sm90")
 REGISTRY: dict[str, Region] = {}
@@ -357,10 +357,11 @@ def load_shipped() -> None:
 def load_modules(names: Sequence[str]) -> None:
     """Import modules that define regions from outside the package, from the working directory too.
 
-    Raises: RegionError where one cannot be imported.
+    Raises: RegionError where one cannot be imported, with the place of what it raised.
     """
     import importlib
     import sys
+    import traceback
 
     if "" not in sys.path:
         sys.path.insert(0, "")
@@ -369,6 +370,11 @@ def load_modules(names: Sequence[str]) -> None:
             importlib.import_module(name)
         except ImportError as e:
             raise RegionError(f"--load {name}: {e}; give an importable module, as in examples.toy_region") from e
+        except IsoError:
+            raise
+        except Exception as e:  # the module's own mistake, not ours: exit code 2, and where to look
+            at = traceback.extract_tb(e.__traceback__)[-1]
+            raise RegionError(f"--load {name}: {at.filename}:{at.lineno}: {type(e).__name__}: {e}") from e
 
 
 def by_primitive(primitive: Any) -> Region | None:

@@ -12,15 +12,23 @@ import os
 import tempfile
 from pathlib import Path
 
+from isojax.errors import Unavailable
+
 MAGIC = b"isojax-store-1"
 log = logging.getLogger(__name__)
+_warned: set[Path] = set()  # folders: one warning is enough for hundreds of kernels
 
 
 def folder() -> Path:
-    """Where files are kept: $ISOJAX_CACHE, or isojax below the user's cache folder."""
-    given = os.environ.get("ISOJAX_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(given) if given else Path(base) / "isojax"
+    """Where files are kept: $ISOJAX_CACHE, or isojax below the user's cache folder. Raises Unavailable without one."""
+    if given := os.environ.get("ISOJAX_CACHE"):
+        return Path(given)
+    if base := os.environ.get("XDG_CACHE_HOME"):
+        return Path(base) / "isojax"
+    try:
+        return Path.home() / ".cache" / "isojax"
+    except RuntimeError:  # a container's user without a home
+        raise Unavailable("there is no home folder to keep compiled kernels in; set ISOJAX_CACHE to a folder") from None
 
 
 def key_of(*parts: object) -> str:
@@ -46,7 +54,7 @@ def get(key: str) -> bytes | None:
 
 
 def put(key: str, payload: bytes) -> None:
-    """Keep a payload. Readers see the whole file or none. A folder that cannot be written is a warning."""
+    """Keep a payload. Readers see the whole file or none. A folder that cannot be written is one warning a process."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -59,7 +67,25 @@ def put(key: str, payload: bytes) -> None:
                 os.unlink(f.name)
                 raise
     except OSError as e:
-        log.warning("cannot keep %s: %s", path, e)
+        _cannot_keep(e)
+
+
+def writable() -> bool:
+    """Whether anything can be kept; if not, that is one warning a process."""
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder()).close()
+    except OSError as e:
+        _cannot_keep(e)
+        return False
+    return True
+
+
+def _cannot_keep(e: OSError) -> None:
+    if folder() not in _warned:
+        _warned.add(folder())
+        why = e.strerror or str(e)
+        log.warning("cannot keep files in %s: %s; set ISOJAX_CACHE to a folder that can be written", folder(), why)
 
 
 def _header(key: str, payload: bytes) -> bytes:

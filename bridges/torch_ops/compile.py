@@ -7,7 +7,8 @@ tensor on a GPU), `l` an int64 copy of an index. A form is made where it is firs
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from bridges.torch_ops import backend as backends
 from bridges.torch_ops import rules
 from bridges.torch_ops.collectives import COLLECTIVES, Groups
 from bridges.torch_ops.dtypes import tensor_of, to_torch
+from bridges.torch_ops.indices import shared
 from bridges.torch_ops.inplace import last_uses, plan_writes
 from isojax import _jax_internals as internals
 from isojax.errors import InputError, Refused
@@ -48,14 +50,26 @@ class Compiled:
         self._here = (lambda x: x.is_cpu) if device.type == "cpu" else (lambda x: x.get_device() == index)
         self._expected = [(tuple(a.shape), to_torch(a.dtype)) for a in _local_avals(program)]
         self._checked: tuple[int, ...] = ()
+        program = shared(program)
         code = _Code(program, backends.make(arch, device, self._count), groups, plan_writes(program, donate), True)
-        self._run, self.source = code.function, code.source
+        self._run, self.source, self._calls = code.function, code.source, code.calls
 
     def __call__(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Raises: InputError for inputs that do not fit the Program, among them an int64 outside int32."""
         self.strided_operands = 0
         with torch.no_grad():
             return self._run(*self._enter(args))
+
+    @contextmanager
+    def wrapped(self, wrap: Callable[[Step, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+        """Inside, each region call runs as `wrap(step, fn)`, to be timed or looked at; not those in a scan's body."""
+        scope = self._run.__globals__
+        plain = {name: scope[name] for name in self._calls}
+        scope.update({name: wrap(step, plain[name]) for name, step in self._calls.items()})
+        try:
+            yield
+        finally:
+            scope.update(plain)
 
     def tree(self, *args: Any) -> Any:
         """Call with the traced function's own pytrees of tensors, and get its output pytree."""
@@ -184,6 +198,7 @@ class _Code:
         self.globals: dict[str, Any] = {"enter": backend.enter, "leave": backend.leave, "long": torch.Tensor.long}
         self.globals["enter_input"] = backend.enter_input if entry else backend.enter
         self.lines: list[str] = []
+        self.calls: dict[str, Step] = {}  # regions, by the name of their function
         self.names: dict[tuple[int, str], str] = {(v, "v"): f"v{v}" for v in program.inputs}
         self.constant = set(program.consts)
         self.folded: dict[Any, _Folded] = {}
@@ -262,6 +277,7 @@ class _Code:
             return
         if s.kind == "region":
             fn = self.backend.region(lookup(s.name), s.in_avals, s.params)
+            self.calls[f"f{k}"] = s
             args = [self._operand(k, s, i, "r") for i in range(len(s.ins))]
             self._emit(k, fn, args, s.outs, "r", tuple_result=True)
             return

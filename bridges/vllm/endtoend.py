@@ -81,14 +81,23 @@ def generate(
     }
 
 
-def compare(model: str | Path, asked: Sequence[Sequence[int]], got: dict[str, Any]) -> dict[str, int]:
-    """Counts: rows and log-probabilities compared with the reference, and how many of each differ in a bit."""
+def compare(
+    model: str | Path, asked: Sequence[Sequence[int]], got: dict[str, Any], *, packed: bool = False
+) -> dict[str, int]:
+    """Counts: rows and log-probabilities compared with the reference, and how many of each differ in a bit.
+
+    packed: the reference scores all sequences in one batch, which compiles one set of kernels; else each alone.
+    """
     from isojax.runtime import Reference
 
     reference = Reference.load(model)
     count: dict[str, int] = {"rows": 0, "rows_differing": 0, "logprobs": 0, "logprobs_differing": 0}
-    for prompt, tokens, logprobs, rows in zip(asked, got["tokens"], got["logprobs"], got["rows"], strict=True):
-        scored = reference.score([[*prompt, *tokens]])[0]
+    sequences = [[*prompt, *tokens] for prompt, tokens in zip(asked, got["tokens"], strict=True)]
+    batches = [sequences] if packed else [[s] for s in sequences]
+    every = (scored for batch in batches for scored in reference.score(batch))
+    for scored, prompt, tokens, logprobs, rows in zip(
+        every, asked, got["tokens"], got["logprobs"], got["rows"], strict=True
+    ):
         count["rows"] += len(rows)
         count["rows_differing"] += sum(digest(scored[p]) != row for p, row in rows.items())
         at = np.arange(len(prompt) - 1, len(prompt) - 1 + len(tokens))

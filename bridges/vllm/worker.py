@@ -14,6 +14,7 @@ from bridges.vllm.graphs import IsoDispatcher, manager
 from bridges.vllm.model import IsoForCausalLM
 from bridges.vllm.sampler import IsoSampler
 from bridges.vllm.tap import Tap
+from isojax import precompile
 from isojax.errors import ConfigError, Unavailable
 
 if current_platform.is_cpu():
@@ -146,3 +147,7 @@ class IsoWorker(PlatformWorker):  # type: ignore[misc, valid-type]  # one of two
     def iso_seconds(self) -> dict[str, float]:
         """What our part of the start took: installing the contract, compiling, capturing graphs."""
         return self.seconds
+
+    def iso_kernels(self) -> dict[str, int]:
+        """Region calls that the start found kept, and those that it compiled."""
+        return precompile.found()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from isojax.bench.result import Row
+from isojax.bench.result import Report, Row
 
 Range = tuple[int, int | None]  # from, to; both included, None is open
 
@@ -114,6 +114,16 @@ def judge(rows: Iterable[Row]) -> list[Verdict]:
     """Every bar's verdict over `rows`, in the order of BARS."""
     rows = list(rows)
     return [_judge(b, [r for r in rows if covering(r) is b]) for b in BARS]
+
+
+def unmet(report: Report) -> str:
+    """Why a run does not show that the bars are met, or '': a run that judged little must not pass for a good one."""
+    if not report.finished:
+        return f"the run ended after {len(report.rows)} cases; run it again to its end"
+    verdicts = [v for v in judge(report.rows) if v.met is not None]
+    if not verdicts:
+        return "no case that ran answers to a bar; run others, or leave --strict out"
+    return ", ".join(f"missed: {v.bar.title}" for v in verdicts if not v.met)
 
 
 def _judge(b: Bar, rows: list[Row]) -> Verdict:

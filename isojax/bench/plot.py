@@ -12,6 +12,7 @@ DASHES = ("", "6 3", "2 3")
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 620, 280, 44, 26, 34
 PLOT = 380  # px; the legend is to the right
 HIGHEST = 2.0  # values above lie on the upper edge; their tooltips have the figure
+OVER = 10  # px that a bar's dashes reach past its sizes, so that a bar of one size is seen
 
 
 def short(n: int) -> str:
@@ -28,16 +29,18 @@ def svg(section: Section) -> str:
     x = lambda n: LEFT + PLOT * ((math.log2(n) - low) / (high - low) if high > low else 0.5)
     y = lambda v: TOP + (HEIGHT - TOP - BOTTOM) * (top - min(max(v, base), top)) / (top - base)
     parts = [f'<text x="{LEFT}" y="14" class="t">{escape(section.title)}: {_unit(section)}</text>']
-    for v in (0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0):
+    for v in (0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, HIGHEST):
         if base <= v <= top:
+            above = "&#8805; " if v == HIGHEST < max(values) else ""  # points on this line may lie higher
             parts.append(f'<path d="M{LEFT} {y(v):.1f}h{PLOT}" stroke="#{"888" if v == 1 else "ddd"}"/>')
-            parts.append(f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{v:g}</text>')
+            parts.append(f'<text x="{LEFT - 6}" y="{y(v) + 4:.1f}" text-anchor="end">{above}{v:g}</text>')
     for n in section.sizes:
         parts.append(f'<text x="{x(n):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{short(n)}</text>')
     for b in section.bars:
         start, stop = b.where.get(section.axis, (section.sizes[0], None))
         a, z = max(start, section.sizes[0]), min(stop or section.sizes[-1], section.sizes[-1])
-        line = f'<path d="M{x(a):.1f} {y(b.mean):.1f}H{x(z):.1f}" stroke="#000" stroke-dasharray="8 4"/>'
+        from_to = f"M{x(a) - OVER:.1f} {y(b.mean):.1f}H{x(z) + OVER:.1f}"
+        line = f'<path d="{from_to}" stroke="#000" stroke-dasharray="8 4"/>'
         parts.append(f"<g><title>{escape(b.title)}: mean {b.mean:g}, each {b.each:g}</title>{line}</g>")
     for i, (name, line) in enumerate(section.lines.items()):
         style = f'stroke="{COLORS[i % len(COLORS)]}" stroke-dasharray="{DASHES[i // len(COLORS) % len(DASHES)]}"'

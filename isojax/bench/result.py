@@ -6,13 +6,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
 
+from contract import files
 from isojax.errors import InputError
 
 SCHEMA = "isojax.bench.kernels/1"
+# What no measurement gives is refused, by whoever writes a report and by whoever reads one.
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Least = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Frozen(BaseModel):
@@ -27,8 +31,8 @@ class Machine(Frozen):
     cuda: str
     date: str
     versions: dict[str, str]
-    copy_bytes_per_us: float
-    matmul_flops_per_us: float
+    copy_bytes_per_us: Positive
+    matmul_flops_per_us: Positive
     clocks_before: dict[str, str] = {}
     clocks_after: dict[str, str] = {}
 
@@ -36,26 +40,33 @@ class Machine(Frozen):
 class Row(Frozen):
     """One case. Times are medians in microseconds; a spread is the interquartile range over the median.
 
-    error: why there is no time. against: the peer; peer_us: None where there is none. memory: peak bytes beyond the
-    operands, outputs included. distance: of the outputs from the peer's, relative L2. at: see isojax.gates.bench.
+    error: why there is no time, '' where there is one. against: the peer; peer_us: None where there is none. memory:
+    peak bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2. at: see
+    isojax.gates.bench.
     """
 
     region: str
     case: str
     model: str = ""
     part: str = ""
-    at: dict[str, int] = {}
-    us: float | None = None
-    spread: float | None = None
+    at: dict[str, Annotated[int, Field(gt=0)]] = {}
+    us: Positive | None = None
+    spread: Least | None = None
     against: str = ""
-    peer_us: float | None = None
-    peer_spread: float | None = None
-    bytes_us: float = 0.0
-    flops_us: float = 0.0
+    peer_us: Positive | None = None
+    peer_spread: Least | None = None
+    bytes_us: Least = 0.0
+    flops_us: Least = 0.0
     memory: int | None = None
     peer_memory: int | None = None
-    distance: float | None = None
+    distance: Least | None = None
     error: str = ""
+
+    @model_validator(mode="after")
+    def _time_or_error(self) -> Row:
+        if (self.us is None) != bool(self.error):
+            raise ValueError(f"{self.name} has to have either a time or an error")
+        return self
 
     @computed_field
     @property
@@ -87,24 +98,32 @@ class Row(Frozen):
 
 
 class Report(Frozen):
-    """A run. seconds: wall time of its phases."""
+    """A run. seconds: wall time of its phases; one that is saved before its end has no "measure" yet."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 
     layout: Literal["isojax.bench.kernels/1"] = Field(default=SCHEMA, alias="schema")
     machine: Machine
     seconds: dict[str, float]
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...] = Field(min_length=1)
+
+    @property
+    def finished(self) -> bool:
+        return "measure" in self.seconds
 
     def save(self, path: Path) -> None:
-        path.write_text(self.model_dump_json(indent=1, by_alias=True) + "\n")
+        files.write(path, self.model_dump_json(indent=1, by_alias=True) + "\n")
 
 
 def load(path: Path) -> Report:
     """Raises: InputError where the file is no report of this layout."""
+    mend = "give a file that `isojax bench kernels --json` wrote"
     try:
-        return Report.model_validate_json(path.read_bytes())
+        found = Report.model_validate_json(path.read_bytes())
     except ValidationError as e:
         first = e.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise InputError(f"{path} is no {SCHEMA} report: {where}: {first['msg']}") from None
+        raise InputError(f"{path} is no {SCHEMA} report: {where}: {first['msg']}; {mend}") from None
+    if "layout" not in found.model_fields_set:  # the default is for who makes a report, not for a file
+        raise InputError(f"{path} is no {SCHEMA} report: it has no schema; {mend}")
+    return found

@@ -6,11 +6,13 @@ Terminal, Markdown, HTML and plots all show these.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from isojax.bench.bars import BARS, Bar, covering
 from isojax.bench.result import Row
+from isojax.errors import InputError
 
 AXES = ("M", "length", "context")  # the first that a case has is its axis
 
@@ -38,7 +40,7 @@ class Section:
     @property
     def slug(self) -> str:
         """For a file name."""
-        return "-".join(p for p in (self.region, self.model.replace(" ", "-"), self.axis) if p)
+        return re.sub(r"[^\w.-]+", "-", "-".join(p for p in (self.region, self.model, self.axis) if p))
 
     @property
     def measure(self) -> str:
@@ -62,7 +64,7 @@ def label(row: Row) -> str:
 
 
 def sections(rows: Iterable[Row]) -> tuple[list[Section], list[Row]]:
-    """(the sections, rows that stand on no axis)."""
+    """(the sections, rows that stand on no axis). Raises InputError where two rows would be one point."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     loose = []
     for row in rows:
@@ -79,7 +81,7 @@ def _section(region: str, axis: str, model: str, rows: list[Row]) -> Section:
         line = lines.setdefault(label(row), {})
         size = row.at[axis]
         if size in line:
-            raise ValueError(f"{line[size].name} and {row.name} are one place: tell them apart by model, part or at")
+            raise InputError(f"{line[size].name} and {row.name} are one place: tell them apart by model, part or at")
         line[size] = row
     held = [covering(r) for r in rows]
     bars = tuple(b for b in BARS if b in held)

@@ -20,7 +20,7 @@ def show(report: Report, console: Console, brief: bool = False) -> None:
     if rows:
         console.print(_cases(report, rows))
     console.print(_bars(report))
-    console.print(markdown.provenance(report.machine), style="dim", markup=False)
+    console.print(markdown.provenance(report), style="dim", markup=False)
 
 
 def _cases(report: Report, rows: list[Row] | tuple[Row, ...]) -> Table:
@@ -47,7 +47,7 @@ def _bars(report: Report) -> Table:
     for v in judge(report.rows):
         if v.met is None:
             continue
-        worst = "-" if v.worst is None else f"{v.bar.value(v.worst):.2f} {v.worst.case}"
+        worst = "-" if v.worst is None else f"{v.bar.value(v.worst):.2f} {markdown.named(v)}"
         below = str(v.short) + (f" + {v.missing} without a figure" if v.missing else "")
         table.add_row(
             v.bar.title, markdown.asks(v), str(v.cases), "-" if v.mean is None else f"{v.mean:.3f}", escape(worst),

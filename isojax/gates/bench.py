@@ -8,7 +8,6 @@ matmul rate, both measured on the same device. `isojax bench kernels` runs all o
 from __future__ import annotations
 
 import functools
-import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -93,6 +92,12 @@ class BenchCase:
     at: Mapping[str, int] = field(default_factory=dict)
     comparable: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises RegionError for sizes from which no floor and no place in a plot follows."""
+        if self.bytes < 1 or self.flops < 0 or any(n < 1 for n in self.at.values()):
+            given = f"bytes={self.bytes}, flops={self.flops}, at={dict(self.at)}"
+            raise RegionError(f"bench case {self.name!r}: given {given}; give bytes and what is in `at` as at least 1")
+
     def bound(self, region: regions.Region) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Avals of the present operands, and statics, as `region.bind` gives them."""
         return region.bind(tuple(None if o is None else o.aval for o in self.operands), dict(self.statics))
@@ -148,8 +153,8 @@ class FarFromPeer(RegionError):
     """The kernel's outputs are not what its peer computes: its time means nothing."""
 
 
-# launch(region, avals, statics) -> callable on torch tensors (absent operands left out), returning all outputs
-Launch = Callable[[regions.Region, Sequence[Any], Mapping[str, Any]], Callable[..., Any]]
+class Empty(RegionError):
+    """The kernel's outputs, which no peer's are compared with, are what one leaves that computes nothing."""
 
 
 class Stopwatch:
@@ -200,9 +205,6 @@ class Stopwatch:
         return cuda.max_memory_allocated(self.device) - before, out
 
 
-timer = Stopwatch
-
-
 def summary(samples: Sequence[float]) -> Timing:
     """Median and spread of at least two samples."""
     low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -225,12 +227,14 @@ def distance(torch: Any, ours: Any, peer: Any) -> float:
     Raises: RegionError where shapes do not correspond.
     """
     worst, norm = 0.0, torch.linalg.vector_norm
-    for i, p in enumerate(peer if isinstance(peer, (tuple, list)) else (peer,)):
-        o = ours[i]
+    theirs = peer if isinstance(peer, (tuple, list)) else (peer,)
+    if not 0 < len(theirs) <= len(ours):
+        raise RegionError(f"the peer has {len(theirs)} outputs, ours {len(ours)}; set comparable=False in its case")
+    for o, p in zip(ours, theirs, strict=False):
         if o.numel() != p.numel():
             if o.shape[1:] != p.shape[1:] or len(o) < len(p):
                 shapes = f"{tuple(o.shape)}, the peer's {tuple(p.shape)}"
-                raise RegionError(f"output {i} has shape {shapes}; set comparable=False in its case")
+                raise RegionError(f"an output has shape {shapes}; set comparable=False in its case")
             o = o[: len(p)]
         o, p = o.float().flatten(), p.float().flatten()
         gap = float(norm(o - p) / norm(p))
@@ -238,12 +242,23 @@ def distance(torch: Any, ours: Any, peer: Any) -> float:
     return worst
 
 
+def emptiness(torch: Any, outputs: Sequence[Any]) -> str:
+    """What says that a kernel did not do its work on random operands, or ''."""
+    for i, o in enumerate(outputs):
+        if bool(torch.isnan(o).any()):
+            return f"output {i} holds NaN"
+        if not bool(o.any()):
+            return f"output {i} is all zero"
+    return ""
+
+
 def measure_case(
     region: regions.Region, case: BenchCase, run: Callable[..., Any], watch: Stopwatch, bandwidth: float, flops: float
 ) -> BenchResult:
     """Compare one case with its peer and time both. run: launches the region on its present operands.
 
-    Raises: FarFromPeer where the kernel computes something else than its peer.
+    Raises: FarFromPeer where the kernel computes something else than its peer; Empty where there is nothing to compare
+    it with, and an output holds NaN or only zeros.
     """
     torch, device = watch.torch, watch.device
     torch.manual_seed(0)
@@ -252,6 +267,8 @@ def measure_case(
     memory, outputs = watch.memory(ours)
     peer_memory = gap = peer_time = None
     against = ""
+    if (case.peer is None or not case.comparable) and (why := emptiness(torch, outputs)):
+        raise Empty(f"{region.name}/{case.name}: {why}, and there is no peer's to compare it with")
     if case.peer is None:
         del outputs
         [time] = watch.among(ours)
@@ -270,19 +287,3 @@ def measure_case(
         f"{region.name}/{case.name}", time, peer_time, case.bytes / bandwidth, case.flops / flops,
         memory, peer_memory, gap, against,
     )  # fmt: skip
-
-
-def run_bench(name: str, device: Any, launch: Launch, match: str = "") -> list[BenchResult]:
-    """Measure the cases of a region whose names match the regular expression `match`, on a CUDA device.
-
-    Raises: RegionError where the region is unknown or has no bench entry, Unavailable without CUDA, FarFromPeer.
-    """
-    import torch
-
-    region = regions.lookup(name)
-    if region.bench is None:
-        raise RegionError(f"region {name} has no bench entry; define one with @region.bench_cases")
-    watch = Stopwatch(torch, device)
-    measured = rates(torch, device, watch)
-    chosen = [c for c in region.bench() if re.search(match, c.name)]
-    return [measure_case(region, c, launch(region, *c.bound(region)), watch, *measured) for c in chosen]

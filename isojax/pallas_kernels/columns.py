@@ -8,6 +8,7 @@ index alone, not of grid, batch or device, and zero rows appended to a batch cha
 from __future__ import annotations
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from isojax.pallas_kernels.interpretable import await_previous
 from isojax.schedule import padded
 
 f32 = jnp.float32
@@ -31,40 +33,55 @@ def partials(chunks: int, n: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((padded(chunks, WARPS * GROUP), n), f32)
 
 
-def add_chunks(partial: jax.Array, chunks: int) -> jax.Array:
-    """[C, N] fp32, of which `chunks` rows count -> [N]: their sum. N is a multiple of 32, C as `partials` has it."""
-    n = partial.shape[1]
-    groups = padded(-(-chunks // GROUP), WARPS)
-    warpgroups = min(WARPGROUPS, groups // WARPS)
-    full = chunks % (WARPS * GROUP) == 0
+def add_chunks(*sums: tuple[jax.Array, int]) -> list[jax.Array]:
+    """Of each pair ([C, N] fp32, how many of its rows count) the sum [N].
 
-    def body(partial, out, sums, done):
-        wg, cols = lax.axis_index("wg"), pl.ds(lax.axis_index("tile") * COLUMNS, COLUMNS)
+    N is a multiple of 32, C as `partials` has it. One launch for all, which starts while the kernel before it ends if
+    that one calls interpretable.let_next_start.
+    """
+    shapes = [(p.shape[1], chunks) for p, chunks in sums]
+    groups = [padded(-(-chunks // GROUP), WARPS) for _, chunks in shapes]
+    warpgroups = min(WARPGROUPS, max(groups) // WARPS)
+    starts = list(itertools.accumulate((n // COLUMNS for n, _ in shapes), initial=0))  # blocks of each sum
 
-        def four(i, _):
-            first = (i * warpgroups + wg) * WARPS
-            rows = [partial.at[pl.ds(first, WARPS), k, cols] for k in range(GROUP)]
-            values = [plgpu.load(r, layout=LAYOUT, optimized=False) for r in rows]
-            if not full:
-                group = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=LAYOUT) + first
-                values = [jnp.where(group * GROUP + k < chunks, v, 0.0) for k, v in enumerate(values)]
-            sums[pl.ds(first, WARPS)] = functools.reduce(jnp.add, values)
+    def body(*refs):
+        partials, outs, (kept, done) = refs[: len(sums)], refs[len(sums) : -2], refs[-2:]
+        tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
+        await_previous()
 
-        lax.fori_loop(0, lax.div(groups // WARPS - wg + warpgroups - 1, warpgroups), four, None)
-        plgpu.barrier_arrive(done)
+        def add(k):
+            chunks, cols = shapes[k][1], pl.ds((tile - starts[k]) * COLUMNS, COLUMNS)
 
-        @pl.when(wg == 0)
-        def _():
-            plgpu.barrier_wait(done)
-            rows = [plgpu.load(sums.at[g], layout=LAYOUT.reduce(0), optimized=False) for g in range(groups)]
-            out[cols] = functools.reduce(jnp.add, rows)
+            def four(i, _):
+                first = (i * warpgroups + wg) * WARPS
+                rows = [partials[k].at[pl.ds(first, WARPS), j, cols] for j in range(GROUP)]
+                values = [plgpu.load(r, layout=LAYOUT, optimized=False) for r in rows]
+                if chunks % (WARPS * GROUP):
+                    group = plgpu.broadcasted_iota(jnp.int32, TILE, 0, layout=LAYOUT) + first
+                    values = [jnp.where(group * GROUP + j < chunks, v, 0.0) for j, v in enumerate(values)]
+                kept[pl.ds(first, WARPS)] = functools.reduce(jnp.add, values)
 
-    return plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct((n,), f32),
-        scratch_types=(plgpu.SMEM((groups, COLUMNS), f32), plgpu.Barrier(num_arrivals=warpgroups)),
-        grid=(n // COLUMNS,),
-        grid_names=("tile",),
-        num_threads=warpgroups,
-        thread_name="wg",
-    )(partial.reshape(-1, GROUP, n))
+            trips = lax.div(jnp.maximum(groups[k] // WARPS - wg + warpgroups - 1, 0), warpgroups)
+            lax.fori_loop(0, trips, four, None)
+            plgpu.barrier_arrive(done)
+
+            @pl.when(wg == 0)
+            def _():
+                plgpu.barrier_wait(done)
+                rows = [plgpu.load(kept.at[g], layout=LAYOUT.reduce(0), optimized=False) for g in range(groups[k])]
+                outs[k][cols] = functools.reduce(jnp.add, rows)
+
+        for k in range(len(sums)):
+            pl.when((tile >= starts[k]) & (tile < starts[k + 1]))(functools.partial(add, k))
+
+    return list(
+        plgpu.kernel(
+            body,
+            out_type=tuple(jax.ShapeDtypeStruct((n,), f32) for n, _ in shapes),
+            scratch_types=(plgpu.SMEM((max(groups), COLUMNS), f32), plgpu.Barrier(num_arrivals=warpgroups)),
+            grid=(starts[-1],),
+            grid_names=("tile",),
+            num_threads=warpgroups,
+            thread_name="wg",
+        )(*[p.reshape(-1, GROUP, p.shape[1]) for p, _ in sums])
+    )

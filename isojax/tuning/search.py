@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import fcntl
 import importlib
 import importlib.metadata
 import os
@@ -17,28 +16,27 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from multiprocessing import get_context
 from pathlib import Path
-from tempfile import gettempdir
 from typing import Any, cast, get_args
 
 import jax
 import jax.numpy as jnp
 
-from isojax import tuning
-from isojax.errors import RegionError, Unavailable
+from contract import files
+from isojax import outputs, tuning
+from isojax.alone import LOCK, alone
+from isojax.errors import InputError, RegionError, Unavailable
 from isojax.gates import shapes
 from isojax.pallas_kernels.linear.candidates import candidates
 from isojax.pallas_kernels.linear.tiles import Tiles, for_row
 from isojax.region import lookup
 from isojax.schedule import LEAVES
-from isojax.tuning.table import Choice, Entry, Region, Shape, Table, TableError, dump
+from isojax.tuning.table import Choice, Entry, Region, Shape, Table, TableError, dump, load
 
 REGIONS = get_args(Region)
 ROWS = tuple(sorted({shapes.padded(m) for m in shapes.ROWS}))  # the kernels' row counts
 GAIN = 0.99  # an entry must be this much faster than the rule, or the rule stays
-LOCK = Path(gettempdir()) / "isojax-tune.lock"  # one process on the GPU at a time; all may compile
 DEVICE = "cuda:0"
 VIRTUAL = 8  # parts of K that cancel in the gate's data
 
@@ -93,12 +91,23 @@ class Found:
     entry: Entry | None
     error: str = ""
 
+    @property
+    def failure(self) -> str:
+        """Why nothing of this job is kept, or ''."""
+        differ = f"the bits of {', '.join(self.refused)} differ from the rule's" if self.refused else ""
+        return self.error or differ
+
 
 def jobs(regions: Iterable[str], match: str = "", rows: Iterable[int] = ROWS) -> list[Job]:
     """The products of the models that isojax.gates.shapes names, each once.
 
-    Raises: RegionError for a region that has no tuned tiles.
+    Raises: RegionError for a region that has no tuned tiles, or where nothing is left; InputError where `match` is no
+    regular expression.
     """
+    try:
+        wanted = re.compile(match)
+    except re.error as e:
+        raise InputError(f"--match {match!r} is no regular expression: {e}") from None
     found: dict[Job, None] = {}
     for region in regions:
         if region not in REGIONS:
@@ -107,49 +116,75 @@ def jobs(regions: Iterable[str], match: str = "", rows: Iterable[int] = ROWS) ->
             leaves = 1 if region == "linear.column" else LEAVES // model.ranks
             for _, n, k in model.column if region == "linear.column" else model.row:
                 found |= dict.fromkeys(Job(cast(Region, region), n, k, leaves, m) for m in rows)
-    return [j for j in found if re.search(match, j.name)]
+    chosen = [j for j in found if wanted.search(j.name)]
+    if not chosen:
+        raise RegionError(f"nothing to tune matches {match!r}; names are as in {next(iter(found)).name!r}")
+    return chosen
 
 
 def tune(chosen: list[Job], processes: int, lock: Path = LOCK) -> Iterator[Found]:
-    """Measure jobs, each in one of `processes` processes; results as they come."""
+    """Measure jobs, each in one of `processes` processes; results as they come, a failed job's too."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes: they launch without a JAX client on the GPU
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_guarded, job, lock) for job in chosen]
-        for future in as_completed(futures):
-            yield future.result()
+        try:
+            futures = {pool.submit(_guarded, job, lock): job for job in chosen}
+            for future in as_completed(futures):
+                lost = future.exception()  # its process has ended, and the pool with it: what is measured stays
+                yield _failed(futures[future], lost) if lost else future.result()
+        finally:  # interrupted: without this the pool would first finish every job that waits
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def merge(device: str, old: Table | None, found: Iterable[Found]) -> Table:
     """The table of what was found, with the old entries of what was not measured now.
 
-    Raises: TableError where a job failed or the bits of a candidate differed.
+    Where the bits of a candidate differed the rule stays, and an old entry goes: one of the two has changed.
     """
     place = lambda region, shape, rows: (region, tuple(sorted(shape.items())), rows)
     entries = {place(e.region, dict(e.shape), e.rows): e for e in (old.entries if old else ())}
     for f in found:
-        if f.error or f.refused:
-            why = f.error or f"the bits of {', '.join(f.refused)} differ from the rule's"
-            raise TableError(f"{f.job.name}: {why}; nothing was written")
+        if f.error:
+            continue
         at = place(f.job.region, f.job.shape, f.job.rows)
         entries.pop(at, None)
-        if f.entry:
+        if f.entry and not f.refused:
             entries[at] = f.entry
     made = dict(date=datetime.date.today().isoformat(), jax=importlib.metadata.version("jax"))
     return Table(device=device, made=made, entries=tuple(entries[at] for at in sorted(entries)))
 
 
-def write(found: Iterable[Found], out: Path | None) -> Path:
+def check(out: Path | None) -> None:
+    """Refuse, before anything is measured, what `write` would refuse after it: see there. InputError for a bad path."""
+    device = _device()
+    outputs.check(out or tuning.path(device))
+    _old(device, out)
+
+
+def write(found: Sequence[Found], out: Path | None) -> Path:
     """Write the table of this machine's GPU, or of what was found alone to `out`; returns where.
 
-    Raises: TableError as `merge` does; Unavailable where the machine's GPUs are of several kinds.
+    Raises: TableError where every job failed, or the table on disk is not valid; Unavailable where the machine's GPUs
+    are of several kinds.
     """
+    if found and all(f.error for f in found):
+        raise TableError(f"no job was measured, and nothing was written; {found[0].job.name}: {found[0].error}")
+    device = _device()
+    path = out or tuning.path(device)
+    files.write(path, dump(merge(device, _old(device, out), found)))
+    return path
+
+
+def _device() -> str:
     device = tuning.installed()
     if device is None:
-        raise Unavailable("a table is of one kind of GPU, and this machine has none, or several kinds")
-    merged = merge(device, tuning.active() if out is None else None, found)
-    path = out or tuning.path(device)
-    path.write_text(dump(merged))
-    return path
+        raise Unavailable("a table is of one kind of GPU, and this machine has none, or several kinds; tune elsewhere")
+    return device
+
+
+def _old(device: str, out: Path | None) -> Table | None:
+    """Read anew each time: another `isojax tune` may have written it since."""
+    path = tuning.path(device)
+    return load(path, device) if out is None and path.exists() else None
 
 
 def shown(f: Found) -> dict[str, Any]:
@@ -158,7 +193,7 @@ def shown(f: Found) -> dict[str, Any]:
     return dict(
         job=f.job.name,
         rule_us=f.times.get("rule"),
-        best=best[0][1] if best else f.error,
+        best=best[0][1] if best else "failed",
         us=best[0][0] if best else None,
         candidates=len(f.times) - 1,
         refused=", ".join(f.refused),
@@ -167,11 +202,15 @@ def shown(f: Found) -> dict[str, Any]:
 
 
 def _guarded(job: Job, lock: Path) -> Found:
-    """`search`, whose failure becomes a result that `merge` refuses: one job's does not end the others."""
+    """`search`, whose failure becomes a result that `merge` leaves out: one job's does not end the others."""
     try:
         return search(job, lock)
     except Exception as e:
-        return Found(job, {}, (), {}, None, f"{type(e).__name__}: {e}\n{traceback.format_exc()[-800:]}")
+        return _failed(job, e, traceback.format_exc()[-800:])
+
+
+def _failed(job: Job, e: BaseException, where: str = "") -> Found:
+    return Found(job, {}, (), {}, None, f"{type(e).__name__}: {e}\n{where}".rstrip())
 
 
 def search(job: Job, lock: Path) -> Found:
@@ -190,7 +229,7 @@ def search(job: Job, lock: Path) -> Found:
                 runs[t] = launcher(job.plan(), device)
         except ValueError as e:  # no room for it in shared memory
             skipped[label(t)] = str(e)
-    with _alone(lock):
+    with alone(lock):
         operands = cancelling(torch, job, device)
         want = rule(*operands)[0]
         if not differing(torch, rule, reordered(*operands), want):
@@ -257,10 +296,3 @@ def label(t: Tiles) -> str:
     """Tiles in a few letters: 64x128x64/2x1, and what is not as usual."""
     rest = [f" {f.name}={getattr(t, f.name)}" for f in dataclasses.fields(t)[4:] if getattr(t, f.name) != f.default]
     return f"{t.m}x{t.n}x{t.k}/{t.groups[0]}x{t.groups[1]}" + "".join(rest)
-
-
-@contextmanager
-def _alone(lock: Path) -> Iterator[None]:
-    with open(lock, "w") as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
-        yield

@@ -111,7 +111,7 @@ def load(path: Path, device: str | None = None) -> Table:
 
     Raises: TableError, which names the file, what is wrong and what mends it.
     """
-    mend = "make it anew with `isojax tune`"
+    mend = "restore it, or delete it and make it anew with `isojax tune`"
     try:
         table = Table.model_validate_json(path.read_bytes())
     except OSError as e:
@@ -121,7 +121,7 @@ def load(path: Path, device: str | None = None) -> Table:
         where = ".".join(map(str, first["loc"]))
         raise TableError(f"{path}: {where or 'the file'}: {first['msg']}; {mend}") from e
     if device is not None and table.device != device:
-        raise TableError(f"{path}: measured on {table.device!r}, but this is {device!r}; {mend} on this machine")
+        raise TableError(f"{path}: measured on {table.device!r}, but this is {device!r}; {mend}")
     return table
 
 

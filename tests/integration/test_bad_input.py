@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -189,10 +190,18 @@ class TestContract:
 class TestMachine:
     @pytest.mark.skipif(torch.cuda.is_available(), reason="here the arch exists")
     @pytest.mark.parametrize(
-        "command", [["gate", "norms.rms", "--arch", "sm90"], ["parity", "--arch", "sm90"], ["bench", "kernels"]]
+        "command,mend",
+        [
+            (["gate", "norms.rms", "--arch", "sm90"], "--arch cpu"),
+            (["parity", "--arch", "sm90"], "--arch cpu"),
+            (["bench", "kernels"], "--dry"),
+            (["bench", "trainer"], "--model tiny"),
+            (["tune"], "on the GPU that the table is for"),
+        ],
     )
-    def test_sm90_without_a_gpu(self, isojax, command):
-        refused(isojax(*command), "sm90", "Hopper")
+    def test_sm90_without_a_gpu(self, isojax, command, mend):
+        """Each says what helps there: not every command has an --arch."""
+        refused(isojax(*command), "sm90", "Hopper", mend)
 
     def test_unknown_arch(self, isojax):
         refused(isojax("gate", "norms.rms", "--arch", "sm100"), "sm100")
@@ -208,8 +217,22 @@ class TestMachine:
 
     def test_wrong_usage(self, isojax):
         refused(isojax("score", "x", "--temperature", "-1"))
-        refused(isojax("no-such-command"))
+        refused(isojax("no-such-command"), "see `isojax --help`")
+        refused(isojax("tune", "--match", "("), "no regular expression")
+        refused(isojax("tune", "norms.rms"), "nothing to tune")
+
+    @pytest.mark.parametrize("text,where", [("1 / 0", "mine.py:1: ZeroDivisionError"), ("def f(:", "SyntaxError")])
+    def test_a_module_that_breaks(self, isojax, monkeypatch, tmp_path, text, where):
+        (tmp_path / "mine.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        refused(isojax("gate", "norms.rms", "--load", "mine"), "--load mine", where)
 
     def test_doctor_says_what_runs(self, isojax):
         code, out, _ = isojax("doctor", "--json")
         assert code == 0 and any(row["what"] == "arch cpu" for row in json.loads(out))
+
+    def test_doctor_names_commands_that_the_installation_lacks(self, monkeypatch):
+        real = doctor.importlib.metadata.distribution("isojax")
+        fewer = SimpleNamespace(entry_points=[e for e in real.entry_points if e.name != "parity"])
+        monkeypatch.setattr(doctor.importlib.metadata, "distribution", lambda name: fewer)
+        assert "parity" in doctor.unknown_commands()

@@ -39,10 +39,7 @@ class _Races:
 
 
 def interpret(region, args, statics=None) -> tuple[np.ndarray, ...]:
-    """All outputs of the region's sm90 kernel on CPU, by Mosaic's GPU interpreter; args may hold None.
-
-    Uninitialised memory reads as NaN, out-of-bounds accesses raise, and a data race fails the test.
-    """
+    """All outputs of the region's sm90 kernel on CPU, as `interpreted`; args may hold None."""
     args, bound = region.bind(tuple(args), dict(statics or {}))
     region.check("sm90", args, bound)
     impl = region.implementation("sm90")
@@ -52,12 +49,20 @@ def interpret(region, args, statics=None) -> tuple[np.ndarray, ...]:
     def call(*operands):
         return impl.fn(*[None if i is None else operands[i] for i in full], **kw)
 
+    return interpreted(call, *args)
+
+
+def interpreted(call, *args) -> tuple[np.ndarray, ...]:
+    """The outputs of a function that launches kernels, by Mosaic's GPU interpreter.
+
+    Uninitialised memory reads as NaN, out-of-bounds accesses raise, and a data race fails the test.
+    """
     params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
     gpu_callbacks.reset_gpu_interpret_mode_state()
     with _Races() as races, plgpu.force_gpu_interpret_mode(params):
         out = jax.block_until_ready(jax.jit(call)(*[jnp.asarray(a) for a in args]))
-    assert races.states, f"{region.name}: nothing ran in the interpreter"
-    assert not any(s.races_found for s in races.states), f"{region.name}: data race"
+    assert races.states, "nothing ran in the interpreter"
+    assert not any(s.races_found for s in races.states), "data race"
     return tuple(np.asarray(o) for o in (out if isinstance(out, (tuple, list)) else (out,)))
 
 

@@ -1,17 +1,12 @@
-"""attn.core's kernels: interpreter against reference, decode against many rows, and the sm_90a compile."""
+"""attn.core's kernels: interpreter against reference, and decode against many rows."""
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import _Races, compiles, fingerprint_elsewhere, interpret, reference, spec
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from harness import interpret, interpreted, reference
 
-from isojax.errors import Unsupported
-from isojax.lowering import fingerprint
 from isojax.pallas_kernels.attn import kernel_decode_sm90, kernel_prefill_sm90
 from isojax.pallas_kernels.attn.kernel_core_sm90 import shape_of
 from isojax.pallas_kernels.attn.kernel_decode_sm90 import decode
@@ -22,7 +17,6 @@ from isojax.region import lookup
 from isojax.schedule import KV_PARTITION
 
 CORE = lookup("attn.core")
-I32 = jnp.int32
 
 
 def batch(lens, rows, heads, kv_heads, d, *, page=0, tile=None, seed=0):
@@ -102,13 +96,8 @@ def run(kernel, args, statics, **tuning):
     """One of the two kernels with other tuning, in the interpreter."""
     q, kv, table, cu_q, lens, work = args
     shape = shape_of(q, kv, table, work, statics["tile"])
-    call = lambda *a: kernel(*a, scale=statics["scale"], shape=shape, **tuning)
-    params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    with _Races() as races, plgpu.force_gpu_interpret_mode(params):
-        out = jax.block_until_ready(jax.jit(call)(*[jnp.asarray(a) for a in args]))
-    assert races.states and not any(s.races_found for s in races.states)
-    return [np.asarray(o)[: int(cu_q[-1])] for o in out]
+    outs = interpreted(lambda *a: kernel(*a, scale=statics["scale"], shape=shape, **tuning), *args)
+    return [o[: int(cu_q[-1])] for o in outs]
 
 
 def test_ways_of_decoding_have_the_bits_of_many_rows():
@@ -129,12 +118,23 @@ def test_ways_of_decoding_have_the_bits_of_many_rows():
         np.testing.assert_allclose(got.astype(np.float32), ref[:2].astype(np.float32), rtol=2.0**-7, atol=2.0**-9)
 
 
-@pytest.mark.parametrize("overlap,turns", ((True, False), (False, True), (False, False)))
-def test_tuning_of_prefill_changes_no_bits(overlap, turns):
+def test_tuning_of_prefill_changes_no_bits():
     args, statics = batch((300,), (40,), 2, 1, 64, page=32)
     want = run(prefill, args, statics)
-    got = run(prefill, args, statics, tuning=kernel_prefill_sm90.Tuning(overlap=overlap, turns=turns))
-    assert [g.tobytes() for g in got] == [w.tobytes() for w in want]
+    tune = kernel_prefill_sm90.Tuning
+    for tuning in (tune(turns=False), tune(grid=1), tune(grid=3, width=1)):
+        got = run(prefill, args, statics, tuning=tuning)
+        assert [g.tobytes() for g in got] == [w.tobytes() for w in want], tuning
+
+
+def test_every_program_is_dealt_once():
+    for items, blocks, grid in ((1, 1, 1), (272, 8, 132), (5, 8, 132), (256, 3, 132), (7, 6, 4), (33, 1, 5)):
+        width = int(kernel_prefill_sm90.width_of(jnp.int32(items), blocks, grid))
+        rounds = -(-items * width // grid)
+        k, block = np.indices((rounds * (blocks // width), grid)).astype(np.int32)
+        dealt = kernel_prefill_sm90.dealt(k, block, jnp.int32(rounds), jnp.int32(width), blocks, grid)
+        there = sorted((i, p) for i, p in zip(*(np.ravel(x).tolist() for x in dealt), strict=True) if i < items)
+        assert there == [(i, p) for i in range(items) for p in range(blocks)]
 
 
 def test_a_group_of_one_head_fills_both_warpgroups_with_rows():
@@ -148,63 +148,5 @@ def test_the_way_of_decoding_follows_from_shapes():
     assert splits(1, KV_PARTITION) == 1  # one partition
     assert splits(1, 32768) == -(-32768 // KV_PARTITION)  # one program a partition: fewer than would fill the GPU
     assert splits(16, 32768) == 5
-
-
-MODELS = ((16, 8, 128), (32, 8, 128), (8, 1, 128), (9, 3, 64))  # Qwen3-1.7B, Qwen3-8B, Llama-70B TP8, SmolLM2
-
-
-def specs(heads, kv_heads, d, *, page=0, tile=None, rows=256, requests=8, width=256):
-    tile = tile or tile_rows("sm90", heads // kv_heads)
-    kv = (512, page, kv_heads, 2 * d) if page else (rows, kv_heads, 2 * d)
-    avals = (
-        spec((rows, heads, d)),
-        spec(kv),
-        spec((requests, width), I32) if page else None,
-        spec((requests + 1,), I32),
-        spec((requests,), I32),
-        spec((16, 2), I32),
-    )
-    return avals, {"scale": d**-0.5, "tile": tile}
-
-
-@pytest.mark.parametrize("heads,kv_heads,d", MODELS)
-def test_compiles_without_spills(heads, kv_heads, d):
-    compiles(CORE, *specs(heads, kv_heads, d))
-    compiles(CORE, *specs(heads, kv_heads, d, page=16))
-    # decoding is two kernels: the partitions, and their fold
-    assert len(compiles(CORE, *specs(heads, kv_heads, d, page=16, tile=1, rows=16))) == 2
-
-
-@pytest.mark.parametrize("page", (32, 64, 128))
-def test_page_sizes_compile(page):
-    compiles(CORE, *specs(16, 8, 128, page=page))
-
-
-def test_fingerprint_is_the_same_elsewhere():
-    avals, statics = specs(9, 3, 64)
-    bound, named = CORE.bind(avals, statics)
-    assert fingerprint(CORE, bound, named, "sm90") == fingerprint_elsewhere("attn.core", avals, statics)
-
-
-@pytest.mark.parametrize(
-    "change,named",
-    [
-        ({"d": 96}, "head size 96"),
-        ({"tile": 21}, "tile 21"),
-        ({"rows": 32, "tile": 16}, "32 query rows"),
-        ({"page": 20}, "pages of 20"),
-    ],
-)
-def test_unsupported_names_the_limit(change, named):
-    avals, statics = specs(**({"heads": 4, "kv_heads": 2, "d": 64} | change))
-    args, bound = CORE.bind(avals, statics)
-    with pytest.raises(Unsupported, match=named) as e:
-        CORE.check("sm90", args, bound)
-    assert e.value.region == "attn.core" and e.value.mend
-
-
-def test_unsupported_dtype():
-    avals, statics = specs(4, 2, 64)
-    args, bound = CORE.bind((spec(avals[0].shape, jnp.float32), *avals[1:]), statics)
-    with pytest.raises(Unsupported, match="float32"):
-        CORE.check("sm90", args, bound)
+    places = lambda items, splits: kernel_decode_sm90.places_of(shape(items, 4096), splits)
+    assert (places(1, 6), places(16, 1), places(17, 1)) == (6, 6, 3)  # alone on a multiprocessor, or in pairs

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import _Races, compiles, interpret, reference, spec
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from harness import compiles, interpret, interpreted, reference, spec
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.attn import bwd_tiles_sm90 as tiles
@@ -51,13 +48,9 @@ def test_other_tunings_compute_the_same():
     """Half the keys a step, and rings as short as they may be; the bits are compared on a GPU, by the gate."""
     args, statics, want = batch((130,), Heads(1, 1, 64), 144)
     tuned = kernels.Tuning(key_stages=2, keys=64, query_stages=1)
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    params = plgpu.InterpretGPUParams(detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise")
-    with _Races() as races, plgpu.force_gpu_interpret_mode(params):
-        outs = jax.block_until_ready(jax.jit(lambda *a: kernels.gradients(*a, **statics, tuned=tuned))(*args))
-    assert races.states and not any(s.races_found for s in races.states)
+    outs = interpreted(lambda *a: kernels.gradients(*a, **statics, tuned=tuned), *args)
     for got, true in zip(outs, want, strict=True):
-        assert np.linalg.norm(np.asarray(got[:130], np.float64) - true) < 6e-3 * np.linalg.norm(true)
+        assert np.linalg.norm(got[:130].astype(np.float64) - true) < 6e-3 * np.linalg.norm(true)
 
 
 def test_work_list_has_the_longest_items_first():
@@ -65,11 +58,9 @@ def test_work_list_has_the_longest_items_first():
     s = tiles.Shape(rows, 1, 1, 64, len(lens))
     cu_q = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     plain = np.zeros((rows, 64), jnp.bfloat16)
-    gpu_callbacks.reset_gpu_interpret_mode_state()
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        _, work = jax.jit(kernels.prepare(s))(plain, np.zeros((rows, 1), np.float32), plain, cu_q)
+    _, work = interpreted(kernels.prepare(s), plain, np.zeros((rows, 1), np.float32), plain, cu_q)
     want = [(1, 3), (1, 2), (3, 2), (0, 1), (1, 1), (2, 1), (3, 1), (5, 1)]  # (5, 1): the rows of no request
-    assert np.asarray(work).tolist() == [list(w) for w in want] + [[-1, 0]] * (s.items - len(want))
+    assert work.tolist() == [list(w) for w in want] + [[-1, 0]] * (s.items - len(want))
 
 
 def specs(heads, rows=256, requests=4):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import compiles, interpret, reference, spec, ulps
+from harness import compiles, interpret, interpreted, reference, spec, ulps
 
 from isojax.errors import Unsupported
 from isojax.gates.accuracy import against_float64
@@ -100,10 +100,7 @@ def test_products_into_part_of_a_buffer(tile, added):
         kernel_grad_sm90.multiply(a, b, kernel_grad_sm90.WGRAD, t, out, add=out if added else None)
         return jax.freeze(out)
 
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
-        got = np.asarray(jax.jit(fn)(a, b, old))
+    [got] = interpreted(fn, a, b, old)
     np.testing.assert_allclose(got, exact_wgrad(a, b) + added * old, rtol=0, atol=1e-4)
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import tempfile
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,8 +11,8 @@ import pytest
 from harness import compiles, interpret, reference, spec
 
 from isojax.errors import Unsupported
-from isojax.lowering import compile_sm90
-from isojax.pallas_kernels.head import kernel_rows_sm90, kernel_sm90
+from isojax.lowering import dumped
+from isojax.pallas_kernels.head import gate, kernel_rows_sm90, kernel_sm90
 from isojax.pallas_kernels.linear.tiles import Tiles, for_vocabulary
 from isojax.region import lookup
 from isojax.schedule import LEAVES
@@ -48,11 +46,11 @@ def test_logits_match_reference():
     np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 
 
-def test_fused_equals_rows_of_the_same_logits(short_ring):
+def test_fused_equals_rows_of_the_same_logits(short_ring, one_cluster):
     """NumPy's products depend on the tile, so here both start from the logits that the fused kernel saw."""
     args = draw(64)
     logprob, lse, raw = interpret(LOGPROB, args, {"emit_logits": True})
-    few = slice(0, 2)  # a cluster a row, and the interpreter is slow
+    few = slice(0, 2)  # the interpreter is slow
     rows, lse_rows = interpret(LOGPROB_ROWS, (raw[few], args[3][few]))
     assert lse[few].tobytes() == lse_rows.tobytes()
     assert logprob[few].tobytes() == np.take_along_axis(rows, args[2][few, None], 1)[:, 0].tobytes()
@@ -77,7 +75,24 @@ def test_taller_tiles(monkeypatch, short_ring, t):
         np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
 
 
-def test_rows_with_extreme_logits():
+@pytest.fixture
+def one_cluster(monkeypatch):
+    """The interpreter has threads for one."""
+    monkeypatch.setattr(kernel_rows_sm90, "CLUSTERS", 1)
+
+
+@pytest.mark.parametrize("slots", (1, 2, 3))
+def test_rows_follow_each_other_through_the_ring(monkeypatch, one_cluster, slots):
+    monkeypatch.setattr(kernel_rows_sm90, "SLOTS", slots)
+    z, inverse = np.random.default_rng(0).standard_normal((5, V)).astype(np.float32), np.full(5, 1 / 0.7, np.float32)
+    got, lse = interpret(LOGPROB_ROWS, (z, inverse))
+    alone, lse_alone = interpret(LOGPROB_ROWS, (z[4:], inverse[4:]))
+    assert got[4:].tobytes() == alone.tobytes() and lse[4:].tobytes() == lse_alone.tobytes()
+    for a, b in zip((got, lse), gate.exact_rows(z, inverse), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=4e-6)
+
+
+def test_rows_with_extreme_logits(one_cluster):
     rng = np.random.default_rng(0)
     z = rng.standard_normal((6, V)).astype(np.float32)
     z[0] = -np.inf
@@ -110,23 +125,10 @@ def test_emitting_compiles_without_spills(rows):
 
 def arithmetic(fn, *avals):
     """How often each fp32 instruction that can round occurs in the PTX of fn's one kernel."""
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tempfile, "TemporaryDirectory", lambda: _Keep(folder))
-        compile_sm90(fn, *avals)
-        [ptx] = Path(folder).rglob("*.ptx")
-        found = re.findall(r"\b(add|sub|mul|fma|ex2)\.(?:rn\.|approx\.)?(?:ftz\.)?f32", ptx.read_text())
+    ptx = dumped("PTX", fn, *avals)
+    assert ptx.count(".visible .entry") == 1
+    found = re.findall(r"\b(add|sub|mul|fma|ex2)\.(?:rn\.|approx\.)?(?:ftz\.)?f32", ptx)
     return {op: found.count(op) for op in set(found)}
-
-
-class _Keep:
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __enter__(self):
-        return self.folder
-
-    def __exit__(self, *_):
-        pass
 
 
 @pytest.mark.parametrize("rows,blocks", ((64, 1), (256, 2)))

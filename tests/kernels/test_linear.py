@@ -68,6 +68,9 @@ def test_column_matches_reference(tile, rows, n, k, t):
         (64, 128, 256, Tiles(64, 128, 32, (1, 1))),  # its top in shared memory
         (64, 64, 128, Tiles(64, 32, 16, (1, 1), split=2)),  # two blocks share the leaves of a tile
         (64, 64, 8 * 48, Tiles(64, 64, 16, (1, 1), split=2)),  # a leaf has more steps than the ring has stages
+        (64, 64, 8 * 96, Tiles(64, 32, 64, (1, 1))),  # two leaves share a step
+        (64, 128, 8 * 160, Tiles(64, 128, 64, (1, 1))),  # so do these, of three steps, with the tree's top parked
+        (64, 64, 8 * 96, Tiles(64, 32, 64, (1, 1), split=2)),
     ),
 )
 def test_row_matches_reference(tile, rows, n, k, t):
@@ -117,8 +120,27 @@ def test_row_compiles_without_spills(rows, n, k):
     assert len(compiles(ROW, (spec((rows, k)), spec((n, k))))) == 1
 
 
+@pytest.mark.parametrize("rows", (64, 128, 192, 256, 4096))
+def test_leaves_that_share_steps_compile_without_spills(rows):
+    x, w = spec((rows, 11008)), spec((4096, 11008))
+    assert tiles.for_row(rows, 4096, 11008, LEAVES).halves(11008 // LEAVES)
+    compiles(ROW, (x, w))
+
+
+def test_which_leaves_share_a_step():
+    """Only pairs, in every block's half of the tree, and with a level of the tree in registers."""
+    assert tiles.step(1376, 8) == 64 and tiles.step(1376, 4) == 64
+    assert tiles.step(1376, 2) == 32 and tiles.step(1376, 8, 32) == 32
+    assert tiles.step(32, 8) == 32 and tiles.step(1360, 8) == 16 and tiles.step(1408, 8, 128) == 128
+    shape = dict(n=4096, k=11008)
+    assert not tiles.misfit(Tiles(64, 128, 64, (2, 1)), **shape, leaves=8)
+    assert "share" in tiles.misfit(Tiles(64, 64, 64, (1, 1), split=2), n=4096, k=2752, leaves=2)
+    assert "share" in tiles.misfit(Tiles(64, 256, 64, (1, 1)), **shape, leaves=8)
+    assert "step of 128" in tiles.misfit(Tiles(64, 64, 128, (1, 1)), **shape, leaves=8)
+
+
 def test_leaves_over_a_cluster_compile_without_spills(tile):
-    for t in (Tiles(64, 64, 64, (2, 1), split=2), Tiles(64, 64, 128, (1, 1), split=4)):
+    for t in (Tiles(64, 64, 64, (2, 1), split=2), Tiles(64, 64, 128, (1, 1), split=2)):
         tile(t, 16)
         compiles(ROW, (spec((128, 6144)), spec((2048, 6144))))
 
@@ -134,7 +156,7 @@ def test_a_cluster_compiles_without_spills(tile):
 
 
 @pytest.mark.parametrize("rows", (64, 128, 192, 256, 320, 4096, 16384))
-@pytest.mark.parametrize("n,k", ((24, 64), (2048, 768), (12288, 2048), (151936, 2048)))
+@pytest.mark.parametrize("n,k", ((24, 64), (2048, 768), (1280, 8192), (4096, 5504), (12288, 2048), (151936, 2048)))
 def test_tiles_are_well_formed(rows, n, k):
     """Accumulators in registers, and at least two stages in shared memory."""
     for t, leaves in ((tiles.for_column(rows, n, k), 1), (tiles.for_row(rows, n, k, 4), 4)):

@@ -12,6 +12,7 @@ from isojax.gates.accuracy import against_float64
 from isojax.kernel_plan import Allocate, Fill, Launch, View, kernel_plan
 from isojax.pallas_kernels import columns
 from isojax.pallas_kernels.attn import gate_prep_bwd
+from isojax.pallas_kernels.embed import frequent_sm90
 from isojax.pallas_kernels.mlp import gate_bwd as mlp_gate
 from isojax.pallas_kernels.norms import gate_bwd as norms_gate
 from isojax.region import lookup
@@ -115,6 +116,22 @@ def test_embedding_adds_in_the_reference_order(tokens, used):
     assert got.tobytes() == want.tobytes()
 
 
+@pytest.mark.parametrize("tokens,used,into", ((192, 3, False), (192, 150, False), (128, 1, True)))
+def test_frequent_tokens_are_added_in_the_reference_order(monkeypatch, tokens, used, into):
+    monkeypatch.setattr(frequent_sm90, "FREQUENT", 64)
+    monkeypatch.setattr(frequent_sm90, "BATCH", 16)  # batches come round the ring, and the last is not full
+    rng = np.random.default_rng(used)
+    args = rng.integers(0, used, tokens).astype(np.int32), normal(rng, tokens, 128)
+    args += (rng.standard_normal((157, 128)).astype(np.float32),) if into else ()
+    (got,), (want,) = interpret(EMBED, args, {"vocab": 157}), reference(EMBED, args, {"vocab": 157})
+    assert got.tobytes() == want.tobytes()
+
+
+def test_a_fresh_gradient_is_not_filled_before():
+    args, kw = EMBED.bind((spec((512,), I32), spec((512, 256))), {"vocab": 5000})
+    assert [type(op) for op in kernel_plan(EMBED, args, kw).ops] == [Launch] * 3
+
+
 @pytest.mark.parametrize("chunks,groups", ((1, 4), (128, 4), (129, 8)))
 def test_partials_are_padded_to_whole_groups(chunks, groups):
     assert columns.partials(chunks, 64).shape == (groups * columns.GROUP, 64)
@@ -163,6 +180,7 @@ def test_nothing_is_left_to_xla(region, args, statics):
         (RMS, (spec((1 << 18, 64)),) * 2 + (spec((1 << 18,), F32), spec((1 << 18, 64))), {"zero_centered": False}),
         (SWIGLU, (spec((64, 512), F32), spec((64, 256), F32)), {}),
         (EMBED, (spec((40,), I32), spec((40, 256))), {"vocab": 512}),
+        (EMBED, (spec((64,), I32), spec((64, 256))), {"vocab": (1 << 24) + 1}),
         (
             PREP,
             (

@@ -8,7 +8,9 @@ import pytest
 from harness import compiles, fingerprint_elsewhere, interpret, reference, spec, ulps
 
 from isojax.errors import Unsupported
-from isojax.lowering import fingerprint
+from isojax.lowering import dumped, fingerprint
+from isojax.pallas_kernels.attn import kernel_prep_sm90
+from isojax.pallas_kernels.attn.prep_heads_sm90 import Block
 from isojax.region import lookup
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -176,6 +178,27 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(name):
     turned = interpret(lookup(name), args(np.roll(x, 1, 0)), statics)
     for b, a, t in zip(batch, alone, turned, strict=True):
         assert b[3:4].tobytes() == a.tobytes() and np.roll(b, 1, 0).tobytes() == t.tobytes()
+
+
+@pytest.mark.parametrize("tiles", (1, 2))
+@pytest.mark.parametrize("norm", (False, True))
+def test_prep_fuses_only_what_it_names(tiles, norm):
+    """16 elements a thread in q and in k: a rotation's fma each, and where normed 8 of the square and one of its mean.
+
+    A further fma would be the compiler's own, and could be in one block's form and not in another's.
+    """
+    norms = (spec((128,)),) * 2 if norm else (None, None)
+    args = (spec((64, 384)), None, *norms, spec((4096, 128), jnp.float32), spec((64,), jnp.int32))
+    some = [a for a in args if a is not None]
+
+    def prep(*given):
+        it = iter(given)
+        full = [None if a is None else next(it) for a in args]
+        statics = {"kv_heads": 1, "head_dim": 128, "eps": 1e-6, "zero_centered": False}
+        return kernel_prep_sm90.prep(*full, **statics, b=Block(tiles, 1, 1))
+
+    ptx = dumped("PTX", prep, *some)
+    assert ptx.count("fma.rn.f32") == tiles * 2 * (16 + norm * 9)
 
 
 def test_prep_reads_the_table_by_position_and_not_by_row():

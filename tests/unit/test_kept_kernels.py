@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+import threading
+import time
 from types import SimpleNamespace
 
 import jax
@@ -53,8 +55,28 @@ def test_keys_tell_parts_apart():
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("ISOJAX_CACHE", str(tmp_path / "file"))
-    store.put(store.key_of("a"), b"x")
-    assert "cannot keep" in caplog.text
+    for key in "ab":
+        store.put(store.key_of(key), b"x")
+    assert not store.writable()
+    [said] = caplog.messages  # of hundreds of kernels: once a process
+    assert said.startswith(f"cannot keep files in {tmp_path / 'file'}") and "set ISOJAX_CACHE" in said
+    monkeypatch.setattr(precompile, "_Worker", None)  # none is started: what it made would be lost
+    assert precompile.ahead([precompile.Call("toy.a", (), ())], "now") == {}
+
+
+def test_a_folder_is_needed_only_where_none_is_named(tmp_path, monkeypatch):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(store.Path, "home", homeless)
+    monkeypatch.setenv("ISOJAX_CACHE", str(tmp_path))
+    assert store.folder() == tmp_path
+    monkeypatch.delenv("ISOJAX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert store.folder() == tmp_path / "isojax"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    with pytest.raises(Unavailable, match="set ISOJAX_CACHE"):
+        store.folder()
 
 
 # -- what a kept thing follows from ---------------------------------------------------------------------------------
@@ -208,6 +230,19 @@ def test_workers_make_what_is_missing(folder):
     assert "other kernels or settings" in precompile.ahead([good], "another state", workers=1)[good]
 
 
+def test_a_process_knows_what_it_found_kept(folder, monkeypatch):
+    monkeypatch.setattr(precompile, "_found", {})
+    assert precompile.found() == dict(kept=0, compiled=0)
+    calls = [precompile.Call(f"toy.{name}", (), ()) for name in "abc"]
+    store.put(calls[0].key("now"), b"x")
+    worker = SimpleNamespace(ended=False, close=lambda: None)
+    worker.do = lambda call, now: store.put(call.key(now), b"x") or ""
+    monkeypatch.setattr(precompile, "_Worker", lambda: worker)
+    precompile.ahead(calls, "now")
+    precompile.ahead(calls, "now")  # what it has made itself is not found
+    assert precompile.found() == dict(kept=1, compiled=2)
+
+
 def test_a_worker_that_ends_or_hangs_fails_one_call_only(folder, monkeypatch, caplog):
     """The program in place of a worker answers ok, but for the call named toy.dies, and the one named toy.hangs."""
     program = """
@@ -227,8 +262,45 @@ with os.fdopen(int(sys.argv[1]), "w") as answers:
     call = lambda name: precompile.Call(f"toy.{name}", (), ())
     calls = [call("a"), call("dies"), call("hangs"), call("b"), call("c")]
     failed = precompile.ahead(calls, "now", workers=1)
-    assert failed == {call("dies"): "the worker ended (3)", call("hangs"): "the worker ended (-9)"}
+    assert failed == {
+        call("dies"): "the worker ended (3)",
+        call("hangs"): "the worker took over 20 s and was ended (-9)",
+    }
     assert "2 of 5 calls were not compiled ahead" in caplog.text
+
+
+def test_an_interrupt_leaves_the_calls_that_wait(folder, monkeypatch):
+    """The thread that waits is interrupted; what its workers were not at yet is not begun."""
+    done = []
+
+    class Worker:
+        ended = False
+
+        def do(self, call, now):
+            done.append(call)
+            interrupted.wait(10)
+            return ""
+
+        def close(self):
+            pass
+
+    class Threads(precompile.ThreadPoolExecutor):
+        def map(self, *args):
+            super().map(*args)
+            while not done:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+
+        def __exit__(self, *args):
+            interrupted.set()
+            return super().__exit__(*args)
+
+    interrupted = threading.Event()
+    monkeypatch.setattr(precompile, "_Worker", Worker)
+    monkeypatch.setattr(precompile, "ThreadPoolExecutor", Threads)
+    with pytest.raises(KeyboardInterrupt):
+        precompile.ahead([precompile.Call(f"toy.{i}", (), ()) for i in range(9)], "now", workers=1)
+    assert len(done) == 1
 
 
 # -- launching --------------------------------------------------------------------------------------------------------

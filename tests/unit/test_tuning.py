@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from isojax import tuning
-from isojax.errors import RegionError, Unavailable
+from isojax.errors import InputError, RegionError, Unavailable
 from isojax.lowering import canonical_asm, fingerprint
 from isojax.pallas_kernels.linear.candidates import candidates
 from isojax.pallas_kernels.linear.tiles import Tiles, misfit
@@ -131,8 +131,12 @@ def test_jobs_cover_the_models_once():
     assert jobs(search.REGIONS, "column .*K2048.* M64$") == [
         Job("linear.column", n, 2048, 1, 64) for n in (4096, 12288)
     ]
-    with pytest.raises(RegionError, match="nothing to tune"):
+    with pytest.raises(RegionError, match="has nothing to tune"):
         jobs(["norms.rms"])
+    with pytest.raises(RegionError, match="nothing to tune matches 'Qwen3'; names are as in 'linear.col"):
+        jobs(search.REGIONS, "Qwen3")
+    with pytest.raises(InputError, match="no regular expression"):
+        jobs(search.REGIONS, "(")
 
 
 def test_candidates_fit_and_are_distinct():
@@ -150,10 +154,44 @@ def test_only_gated_and_faster_tiles_are_kept():
     other = entry(rows=256)
     assert merge("NVIDIA H200", made(entry(), other), [found()]).entries == (other,)  # the rule won now
     assert merge("NVIDIA H200", made(other), [found(entry=entry())]).entries == (entry(), other)
-    with pytest.raises(TableError, match="bits of 64x64x16.*nothing was written"):
-        merge("NVIDIA H200", None, [found(refused=("64x64x16",))])
-    with pytest.raises(TableError, match="no GPU.*nothing was written"):
-        merge("NVIDIA H200", None, [found(error="no GPU")])
+
+
+def test_a_job_that_fails_costs_only_itself():
+    old = made(entry(), other := entry(rows=256))
+    assert merge("NVIDIA H200", old, [found(error="no GPU")]).entries == (entry(), other)  # not measured now
+    refused = found(refused=("64x64x16",), entry=entry(us=0.5))
+    assert "bits of 64x64x16" in refused.failure
+    assert merge("NVIDIA H200", old, [refused]).entries == (other,)  # neither the new entry nor the old one
+
+
+def test_a_process_that_dies_is_a_failed_job(monkeypatch, tmp_path):
+    """A worker that ends breaks the pool: jobs that were done are kept, the others say why they were not."""
+    from concurrent.futures import Future
+
+    class Pool:
+        def __init__(self, *_, **__):
+            self.first = True
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def shutdown(self, **_):
+            pass
+
+        def submit(self, fn, job, lock):
+            future = Future()
+            future.set_result(found(job=job)) if self.first else future.set_exception(RuntimeError("pool broke"))
+            self.first = False
+            return future
+
+    monkeypatch.setattr(search, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    lost = dataclasses.replace(JOB, rows=256)
+    done = {f.job: f.failure for f in search.tune([JOB, lost], 1, tmp_path / "lock")}
+    assert done == {JOB: "", lost: "RuntimeError: pool broke"}
 
 
 def test_a_table_is_written_for_one_known_device(tmp_path, monkeypatch):
@@ -163,6 +201,44 @@ def test_a_table_is_written_for_one_known_device(tmp_path, monkeypatch):
         search.write([found()], out)
     monkeypatch.setattr(tuning, "installed", lambda: "NVIDIA H200")
     assert load(search.write([found(entry=entry())], out)).entries == (entry(),)
+    with pytest.raises(TableError, match="nothing was written.*M64: boom"):
+        search.write([found(error="boom")], out)
+    failed = [found(error="boom", job=dataclasses.replace(JOB, rows=256)), found(entry=entry())]
+    assert load(search.write(failed, out)).entries == (entry(),)
+
+
+def test_the_command_names_what_failed(tmp_path, monkeypatch, capsys):
+    from isojax import cli, doctor
+
+    lost = found(error="boom", job=dataclasses.replace(JOB, rows=256))
+    monkeypatch.setattr(doctor, "require_sm90", lambda *_: None)
+    monkeypatch.setattr(tuning, "installed", lambda: "NVIDIA H200")
+    monkeypatch.setattr(search, "tune", lambda *_: iter([found(entry=entry()), lost]))
+    monkeypatch.setattr("sys.argv", ["isojax", "tune", "--out", str(tmp_path / "t.json")])
+    with pytest.raises(SystemExit, match="1"):
+        cli.main()
+    assert f"not written: {lost.job.name}: boom" in capsys.readouterr().err
+    assert load(tmp_path / "t.json").entries == (entry(),)
+
+
+def test_what_could_not_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(tuning, "FOLDER", tmp_path)
+    monkeypatch.setattr(tuning, "installed", lambda: None)
+    with pytest.raises(Unavailable, match="one kind of GPU"):
+        search.check(None)
+    monkeypatch.setattr(tuning, "installed", lambda: "NVIDIA H200")
+    search.check(None)  # the first table of its kind
+    with pytest.raises(InputError, match="no folder"):
+        search.check(tmp_path / "no" / "t.json")
+    shipped = tuning.path("NVIDIA H200")
+    shipped.write_text("{")
+    with pytest.raises(TableError, match="restore it, or delete it"):
+        search.check(None)
+    search.check(tmp_path / "t.json")  # which does not keep the shipped entries
+    other = entry(rows=256)
+    shipped.write_text(dump(made(other)))
+    assert search.write([found(entry=entry())], None) == shipped
+    assert load(shipped).entries == (entry(), other)  # as another process had left it on disk, not as first read
 
 
 def test_the_gates_data_shows_every_order():
@@ -224,13 +300,12 @@ def test_the_fastest_candidate_with_the_rules_bits_is_taken(searched):
     assert len(found.times) == 3  # the rule's own tiles are no candidate
 
 
-def test_a_candidate_with_other_bits_is_refused_and_nothing_is_written(searched):
+def test_a_candidate_with_other_bits_is_refused_and_nothing_of_its_job_is_kept(searched):
     Fake.wrong.add(SMALL)
     found = searched()
     assert found.refused == (search.label(SMALL),)
     assert found.entry is None or found.entry.choice.tiles != SMALL
-    with pytest.raises(TableError, match="bits of"):
-        merge("NVIDIA H200", None, [found])
+    assert "bits of" in found.failure and not merge("NVIDIA H200", None, [found]).entries
 
 
 def test_a_gate_that_misses_another_order_is_broken(searched, monkeypatch):

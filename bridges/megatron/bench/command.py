@@ -22,28 +22,45 @@ def trainer(
     sequences: Annotated[int, typer.Option(min=1, help="Rollouts in them.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 10,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.")] = 3,
+    budget: Annotated[
+        bool, typer.Option("--budget", help="Time each region of our step, too, after the others.")
+    ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 where a bar is missed, or none was judged.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """A Megatron policy step: stock against IsoJAX, same weights, tokens and optimizer. Exit code 1 if bits differ."""
-    from bridges import shown
-    from bridges.megatron.bench import compare
-    from bridges.megatron.bench.workload import Workload
     from isojax import doctor
+    from isojax.alone import alone
+    from isojax.bench import machine
     from isojax.errors import IsoError
 
     doctor.require_megatron()
+    if model != "tiny":
+        doctor.require_sm90("--model tiny tries the command without one")
+    from bridges import bars, shown  # Megatron takes seconds to import
+    from bridges.megatron.bench import compare
+    from bridges.megatron.bench.workload import Workload
+
     work = Workload(model, layers, tokens, sequences, steps, warmup)
     work.config("bfloat16")  # refuse before a process is started
+    here = machine.facts(0)
     with shown.running("trainer") as say:
-        found = compare.run(work, say)
+        say("waiting for another measurement")
+        with alone():
+            found = compare.run(work, say, budget)
     table = compare.rows(found)
     if as_json:
-        print(json.dumps(dict(workload=vars(work), sides=found, rows=table, note=NOTE), indent=1))
+        print(json.dumps(dict(machine=here, workload=vars(work), sides=found, rows=table, note=NOTE), indent=1))
     else:
         ours = found["isojax"]
         console = shown.show(f"{model}, {ours['layers']} layers, {tokens} tokens, {ours['device']}", table)
+        if budget:
+            shown.show("our step, region by region", ours["budget"])
         console.print(NOTE, markup=False)
     if not found["isojax"]["compared"]:
         raise IsoError("no log-probability was compared; give sequences of at least two tokens")
     if found["isojax"]["differing"]:
         raise typer.Exit(1)
+    bars.require(table, strict)

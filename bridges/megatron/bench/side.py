@@ -5,39 +5,32 @@ Peak memory is a process's, and neither side may warm or fragment the other's al
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from bridges.megatron import start
+from bridges.megatron.bench import budget as regions
 from bridges.megatron.bench import parity
-from bridges.megatron.bench.step import PHASES, Result, Trainer
-from bridges.megatron.bench.workload import MicroBatch, Workload, flops, micro_batches
+from bridges.megatron.bench.step import PHASES, Trainer
+from bridges.megatron.bench.workload import Workload, flops, micro_batches
 from bridges.megatron.flash import flash_model
 from bridges.megatron.model import IsoGPTModel, build
 from isojax.model import weights
 
 SIDES = ("stock", "isojax")
+BUDGET = 3  # steps, at most, whose regions are timed
 
 
-def measure(
-    side: str,
-    work: Workload,
-    exclusive: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
-    inspect: Callable[[Trainer, list[MicroBatch]], None] = lambda trainer, batches: None,
-) -> dict[str, Any]:
+def measure(side: str, work: Workload, budget: bool = False) -> dict[str, Any]:
     """Medians of a side's phases in ms, its peak memory, and for ours the comparison with the engine's form.
 
-    exclusive: entered around whatever uses the device; compiling stays outside where it can.
-    inspect: called with the trainer and its micro-batches after everything was measured.
+    budget: after everything else, time each region of our step (bench.budget).
 
     Raises: InputError, Unsupported; Unavailable without Megatron.
     """
@@ -47,30 +40,24 @@ def measure(
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     config = work.config("bfloat16" if cuda else "float32")  # Megatron's bf16 optimizer takes CUDA tensors only
     make = flash_model if side == "stock" else build
-    with exclusive():
-        model = make(config, weights.random(config, work.seed, str(device)))
-        batches = micro_batches(work, config.vocab, work.warmup + work.steps, device)
+    model = make(config, weights.random(config, work.seed, str(device)))
+    batches = micro_batches(work, config.vocab, work.warmup + work.steps, device)
     engine = None
     if isinstance(model, IsoGPTModel):
         model.runtime.prepare(work.tokens, batches[0].packing, device)
         engine = parity.EngineForm(model, batches[-1], work.parity)
     ready = time.perf_counter()
     out: dict[str, Any] = dict(side=side, device=torch.cuda.get_device_name() if cuda else "cpu", layers=config.layers)
-    warm: list[Result] = []
-    timed: list[Result] = []
-    with exclusive():
-        trainer = Trainer(model, device)
-        _reset_peak(cuda)
-    for batch in batches[: work.warmup]:
-        with exclusive():  # let others in between: the stock side compiles here
-            warm.append(trainer.step(batch))
-    with exclusive():
-        timed += [trainer.step(batch) for batch in batches[work.warmup :]]
-        out |= _memory(cuda)
-        if engine is not None:
-            compared, wrong = engine.differing(trainer.logprobs(batches[-1]))
-            out |= dict(compared=compared, differing=wrong)
-        inspect(trainer, batches)
+    trainer = Trainer(model, device)
+    _reset_peak(cuda)
+    warm = [trainer.step(batch) for batch in batches[: work.warmup]]
+    timed = [trainer.step(batch) for batch in batches[work.warmup :]]
+    out |= _memory(cuda)
+    if engine is not None:
+        compared, wrong = engine.differing(trainer.logprobs(batches[-1]))
+        out |= dict(compared=compared, differing=wrong)
+    if budget and isinstance(model, IsoGPTModel):
+        out["budget"] = regions.measure(trainer, model.runtime, batches[-BUDGET:])
     step = [sum(r.phases.values()) for r in timed]
     return out | dict(
         steps=len(timed),
@@ -102,7 +89,7 @@ def _memory(cuda: bool) -> dict[str, Any]:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    out = measure(job["side"], Workload(**job["work"]))
+    out = measure(job["side"], Workload(**job["work"]), job["budget"])
     Path(sys.argv[2]).write_text(json.dumps(out))
 
 

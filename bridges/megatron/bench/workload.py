@@ -10,24 +10,14 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from bridges.megatron.score import packed
+from bridges.models import MODELS, cut
 from isojax.errors import InputError
-from isojax.model.config import DenseConfig, Rope, load_config
-
-TINY = DenseConfig("qwen3", 512, 256, 512, 2, 4, 2, 64, 1e-6, 4096, True, qk_norm=True)
-SHAPES = {
-    "tiny": TINY,
-    "qwen3-1.7b": DenseConfig(
-        "qwen3", 151936, 2048, 6144, 28, 16, 8, 128, 1e-6, 40960, True, qk_norm=True, rope=Rope(theta=1e6)
-    ),
-    "qwen3-8b": DenseConfig(
-        "qwen3", 151936, 4096, 12288, 36, 32, 8, 128, 1e-6, 40960, False, qk_norm=True, rope=Rope(theta=1e6)
-    ),
-}
+from isojax.model.config import DenseConfig, load_config
 
 
 @dataclass(frozen=True)
 class Workload:
-    """model: a name in SHAPES or a checkpoint folder (its config.json; weights are random all the same).
+    """model: a name in bridges.models or a checkpoint folder (its config.json; weights are random all the same).
 
     layers: how many of the model's are built, 0 for all. tokens: rows of a micro-batch. sequences: rollouts in it.
     steps: timed steps, after `warmup` others. parity: sequences whose log-probabilities are compared bit for bit.
@@ -49,8 +39,8 @@ class Workload:
                 raise InputError(f"{name} = {getattr(self, name)}; give at least 1")
         if self.tokens < 2 * self.sequences:
             raise InputError(f"{self.sequences} sequences in {self.tokens} tokens; give at least two tokens to each")
-        found = SHAPES[self.model] if self.model in SHAPES else load_config(self.model, dtype)
-        return dataclasses.replace(found, dtype=dtype, layers=self.layers or found.layers)
+        found = MODELS[self.model] if self.model in MODELS else load_config(self.model, dtype)
+        return dataclasses.replace(cut(found, self.layers), dtype=dtype)
 
 
 @dataclass(frozen=True)

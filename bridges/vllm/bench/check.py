@@ -12,7 +12,7 @@ from bridges.vllm.endtoend import compare
 def main(model: str, measured: str, out: str) -> int:
     sample = json.loads(Path(measured).read_text())["sample"]
     rows = [{int(p): digest for p, digest in r.items()} for r in sample["rows"]]
-    Path(out).write_text(json.dumps(compare(model, sample["prompts"], sample | dict(rows=rows))))
+    Path(out).write_text(json.dumps(compare(model, sample["prompts"], sample | dict(rows=rows), packed=True)))
     return 0
 
 

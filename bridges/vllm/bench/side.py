@@ -15,22 +15,30 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from bridges.vllm.bench.workload import Workload
+from bridges.vllm.bench.workload import CHECKED, CHECKED_NEW, SEQUENCES, Workload
 
-REPEATS = 3
+REPEATS = 3, 9  # at least, and at most: short steps hang on the host, and scatter
+ENOUGH_S = 4.0  # of one kind of step
+
+
+def device(worker: Any) -> str:
+    """Name of a worker's GPU, or cpu."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
 def memory(worker: Any) -> dict[str, float]:
     """MiB, inside a worker: what the KV cache got, and what the rest took of the same share of the GPU."""
     import torch
 
-    got = lambda name: getattr(worker, name, 0) or 0
-    runner = worker.model_runner
-    parts = dict(
-        kv_cache=got("available_kv_cache_memory_bytes"),
-        weights=getattr(runner, "model_memory_usage", 0),
-        activation=got("peak_activation_memory"),
-        reserved=torch.cuda.max_memory_reserved() if torch.cuda.is_available() else 0,
+    if not torch.cuda.is_available():  # vLLM measures none there
+        return dict(kv_cache=0.0, weights=0.0, activation=0.0, reserved=0.0)
+    parts = dict(  # names of the vLLM that doctor asks for: another one ends the run rather than reading as 0
+        kv_cache=worker.available_kv_cache_memory_bytes,
+        weights=worker.model_runner.model_memory_usage,
+        activation=worker.peak_activation_memory,
+        reserved=torch.cuda.max_memory_reserved(),
     )
     return {k: round(v / (1 << 20), 1) for k, v in parts.items()}
 
@@ -39,7 +47,7 @@ def arguments(side: str, work: Workload, model: Path) -> dict[str, Any]:
     """Engine arguments of a side, and its environment set. Both get the same sizes."""
     common: dict[str, Any] = dict(
         max_model_len=work.context,
-        max_num_seqs=256,
+        max_num_seqs=SEQUENCES,
         max_num_batched_tokens=8192,
         gpu_memory_utilization=work.utilization,
         skip_tokenizer_init=True,
@@ -70,8 +78,10 @@ def start(side: str, work: Workload, model: Path) -> tuple[Any, dict[str, Any]]:
     begin = time.perf_counter()
     llm = LLM(disable_log_stats=True, **args)
     out: dict[str, Any] = dict(side=side, start_s=round(time.perf_counter() - begin, 1))
+    out["device"] = llm.collective_rpc(device)[0]
     if side == "isojax":
         out["iso_start_s"] = llm.collective_rpc("iso_seconds")[0]
+        out["iso_kernels"] = llm.collective_rpc("iso_kernels")[0]
     config = llm.llm_engine.vllm_config
     out["runner"] = "V2" if config.use_v2_model_runner else "V1"
     out["graphs"] = str(config.compilation_config.cudagraph_mode)
@@ -103,12 +113,17 @@ def measure(llm: Any, work: Workload, sample: bool, say: Callable[[str], None]) 
     for count, length in work.steps:
         seconds(work.prompts(count, length, 0), 4)  # warm-up
         first, decode = [], []
-        for i in range(REPEATS):
+        begun = time.perf_counter()
+        for i in range(REPEATS[1]):
+            if i >= REPEATS[0] and time.perf_counter() - begun > ENOUGH_S:
+                break
             prefill = seconds(work.prompts(count, length, 2 * i + 1), 1)
             whole = seconds(work.prompts(count, length, 2 * i + 2), 1 + work.decode)
             first.append(prefill * 1e3)
             decode.append((whole - prefill) / work.decode * 1e3)
-        row = dict(sequences=count, prompt=length, prefill_ms=first, step_ms=decode)
+        row = dict(sequences=count, prompt=length, repeats=len(first), prefill_ms=first, step_ms=decode)
+        if statistics.median(decode) <= 0:
+            raise RuntimeError(f"{work.decode} decode steps took no longer than the prompts alone; raise --decode")
         out["steps"].append({k: round(statistics.median(v), 4) if isinstance(v, list) else v for k, v in row.items()})
         say(str(out["steps"][-1]))
     if work.requests:
@@ -129,8 +144,8 @@ def _sample(llm: Any, work: Workload) -> dict[str, Any]:
 
     from bridges.vllm.tap import by_request
 
-    prompts = [work.prompts(1, n, 99)[0] for n in (1, 17, 64, 300)[: work.check]]
-    params = SamplingParams(temperature=0.0, max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
+    prompts = [work.prompts(1, n, 99)[0] for n in CHECKED[: work.check]]
+    params = SamplingParams(temperature=0.0, max_tokens=CHECKED_NEW, logprobs=0, ignore_eos=True, detokenize=False)
     llm.collective_rpc("iso_tap", args=("digest",))
     outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
     rows = by_request(llm.collective_rpc("iso_take")[0])

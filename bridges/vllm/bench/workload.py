@@ -10,27 +10,18 @@ from typing import Any
 
 import numpy as np
 
+from bridges.models import MODELS, cut
 from isojax.errors import InputError
+from isojax.model.config import DenseConfig
 
-SHAPES: dict[str, dict[str, Any]] = {  # Hugging Face's names
-    "tiny": dict(
-        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, tie_word_embeddings=True,
-    ),
-    "qwen3-1.7b": dict(
-        vocab_size=151936, hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=True,
-    ),
-    "qwen3-8b": dict(
-        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
-    ),
-}  # fmt: skip
+SEQUENCES = 256  # that an engine runs at once
+CHECKED, CHECKED_NEW = (1, 17, 64, 300), 16  # prompt lengths that are compared with the reference, and new tokens
+BATCH_PROMPT, BATCH_NEW = 1024, 256  # at most, of the continuous batch
 
 
 @dataclass(frozen=True)
 class Workload:
-    """model: a name in SHAPES. layers: how many of its layers, 0 for all.
+    """model: a name in MODELS. layers: how many of its layers, 0 for all.
 
     steps: (sequences, prompt length) pairs; after the prompts, `decode` steps are timed. requests: of the continuous
     batch, with prompts of 32 to 1,024 tokens and 64 to 256 new ones. check: sequences compared with the reference.
@@ -50,18 +41,34 @@ class Workload:
 
     def validated(self) -> Workload:
         """self. Raises InputError for an unknown model or sizes with which nothing would be measured."""
-        if self.model not in SHAPES:
-            raise InputError(f"model {self.model!r} is unknown; use {', '.join(SHAPES)}")
+        if self.model not in MODELS:
+            raise InputError(f"model {self.model!r} is unknown; use {', '.join(MODELS)}")
+        cut(MODELS[self.model], self.layers)
         if not self.steps and not self.requests:
             raise InputError("nothing to measure; give --steps or --requests")
-        longest = max([p for _, p in self.steps] + [1024 * bool(self.requests)])
-        if longest + max(self.decode, 256) > self.context:
-            raise InputError(f"prompts of {longest} tokens do not fit a context of {self.context}; raise --context")
+        for count, length in self.steps:
+            if not 1 <= count <= SEQUENCES or length < 1:
+                raise InputError(f"steps of {count}x{length}; give 1 to {SEQUENCES} sequences, prompts of at least 1")
+        if not 0 <= self.check <= len(CHECKED):
+            raise InputError(f"{self.check} sequences to compare; give 0 to {len(CHECKED)}")
+        if not 0 < self.utilization <= 1:
+            raise InputError(f"a share of {self.utilization} of the GPU; give more than 0 and at most 1")
+        longest = max(
+            [length + 1 + self.decode for _, length in self.steps]
+            + [BATCH_PROMPT + BATCH_NEW] * bool(self.requests)
+            + [n + CHECKED_NEW for n in CHECKED[: self.check]]
+        )
+        if longest > self.context:
+            raise InputError(f"requests of {longest} tokens do not fit a context of {self.context}; raise --context")
         return self
 
     @property
+    def config(self) -> DenseConfig:
+        return cut(MODELS[self.model], self.layers)
+
+    @property
     def vocab(self) -> int:
-        return SHAPES[self.model]["vocab_size"]
+        return self.config.vocab
 
     def prompts(self, count: int, length: int, salt: int) -> list[list[int]]:
         """Random token ids, others for each salt, so that no prefix is found in the cache."""
@@ -71,8 +78,10 @@ class Workload:
     def batch(self, salt: int) -> tuple[list[list[int]], list[int]]:
         """(prompts, new tokens) of the continuous batch: the same lengths for each salt, other tokens."""
         sizes, rng = np.random.default_rng(self.seed), np.random.default_rng((self.seed, salt))
-        lens = sizes.integers(32, 1025, self.requests)
-        return [rng.integers(0, self.vocab, n).tolist() for n in lens], sizes.integers(64, 257, self.requests).tolist()
+        lens = sizes.integers(32, BATCH_PROMPT + 1, self.requests)
+        return [rng.integers(0, self.vocab, n).tolist() for n in lens], sizes.integers(
+            64, BATCH_NEW + 1, self.requests
+        ).tolist()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)))
@@ -93,25 +102,28 @@ def checkpoint(work: Workload, folder: Path) -> Path:
     from transformers import Qwen3Config
 
     from isojax.model import weights
-    from isojax.model.config import from_hf
 
-    shape: dict[str, Any] = SHAPES[work.model]
-    if work.layers:
-        shape = shape | dict(num_hidden_layers=work.layers)
+    c = work.config
     hf = Qwen3Config(
-        **shape,
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        vocab_size=c.vocab,
+        hidden_size=c.hidden,
+        intermediate_size=c.intermediate,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        tie_word_embeddings=c.tied,
+        max_position_embeddings=c.positions,
+        rms_norm_eps=c.eps,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope.theta},
         architectures=["Qwen3ForCausalLM"],
         dtype="bfloat16",
         bos_token_id=1,
         eos_token_id=2,
     )
     folder.mkdir(parents=True, exist_ok=True)
-    config = from_hf(hf)
-    params = weights.random(config, seed=work.seed, device="cuda" if torch.cuda.is_available() else "cpu")
-    tensors = {k: v.cpu().contiguous() for k, v in weights.to_hf(params, config).items()}
+    params = weights.random(c, seed=work.seed, device="cuda" if torch.cuda.is_available() else "cpu")
+    tensors = {k: v.cpu().contiguous() for k, v in weights.to_hf(params, c).items()}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     hf.save_pretrained(folder)
     return folder

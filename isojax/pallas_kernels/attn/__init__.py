@@ -77,7 +77,8 @@ def core(
 
     Request r owns query rows cu_q[r] .. cu_q[r+1] and keys 0 .. lens[r]; its last query row sees every key.
     kv: [T, Hkv, 2 D] where the keys are the batch's own (table None), or pages [N, B, Hkv, 2 D] read through `table`.
-    work: (request, first query row within the request) of each tile of `tile` query rows; request -1 is no work.
+    work: (request, first query row within the request) of each tile of `tile` query rows; those of request -1 are
+    no work and come last.
     `tile` changes speed, never bits (isojax.pallas_kernels.attn.work makes the list).
     Rows that no tile covers are unspecified. Residual output: log-sum-exp in base 2, [T, Hq].
     """

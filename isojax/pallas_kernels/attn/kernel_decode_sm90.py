@@ -18,11 +18,12 @@ from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.attn import softmax_sm90 as softmax
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.tiles_sm90 import Rows, Shape
-from isojax.pallas_kernels.interpretable import panels, views
+from isojax.pallas_kernels.interpretable import await_previous, let_next_start, panels, views
 from isojax.schedule import padded
 
 i32, f32 = jnp.int32, jnp.float32
 PARAMS = plgpu.CompilerParams(approx_math=True)
+SMS = 132  # of an H100 SXM or H200
 BATCH = 8  # partitions that the fold kernel brings at a time
 AHEAD = 4  # such batches in flight
 
@@ -31,14 +32,15 @@ AHEAD = 4  # such batches in flight
 class Tuning:
     """What changes speed and never bits."""
 
-    places: int = 3  # tiles of keys or of values in flight or in use
-    programs: int = 8 * 132  # rows are split until there are about so many
+    places: int = 0  # tiles of keys or of values in flight or in use; 0: what `places_of` takes
+    programs: int = 8 * SMS  # rows are split until there are about so many
 
 
 def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
     """-> out [T, Hq D], lse [T, Hq]. The keys are in pages: `supports` refuses others."""
     q = q.reshape(shape.tokens * shape.q_heads, shape.head_dim)
-    partials = _partials(shape, scale, splits_of(shape, tuning.programs), tuning.places)
+    splits = splits_of(shape, tuning.programs)
+    partials = _partials(shape, scale, splits, tuning.places or places_of(shape, splits))
     states = partials(q, kv, cu_q, lens, work, table)
     return _folded(shape)(*states, cu_q, lens, work)
 
@@ -46,6 +48,11 @@ def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning
 def splits_of(s: Shape, programs: int) -> int:
     """Programs that share one row's partitions."""
     return max(1, min(s.partitions, -(-programs // (s.items * s.blocks))))
+
+
+def places_of(s: Shape, splits: int) -> int:
+    """3, so that two programs fit a multiprocessor; where there are that few programs, as much as one can hold."""
+    return 6 if s.items * s.blocks * splits <= SMS else 3
 
 
 def _state_heads(s: Shape) -> int:
@@ -89,6 +96,7 @@ def _partials(s: Shape, scale: float, splits: int, ring: int):
 
     def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
         item, block, split = (lax.axis_index(name) for name in ("item", "block", "split"))
+        let_next_start()  # the fold: its start is hidden behind this kernel
 
         @pl.when(work[item, 0] >= 0)
         def _():
@@ -125,7 +133,7 @@ def _partials(s: Shape, scale: float, splits: int, ring: int):
                     hide = lambda x: wg.visible(x, rows.position - j * s.keys, 1)
                     scores = lax.cond(j >= rows.kv_seen, hide, lambda x: x, scores)
                     first = lax.rem(i, i32(s.steps)) == 0
-                    p, state, alpha = softmax.weigh(scores, state, scale, first)
+                    p, state, alpha = softmax.weigh_few(scores, state, scale, first)
                     acc = lax.cond(first, lambda: softmax.nothing(s.head_dim), lambda: wg.rescale(acc, alpha))
                     values = use(2 * i + 1)
                     tiles.clear_past_end(values, rows.length - j * s.keys)
@@ -174,6 +182,7 @@ def _folded(s: Shape):
         def _():
             rows = tiles.locate(s, cu_q, lens, work, item, block)
             count = _finished(rows)
+            await_previous()  # for the states
 
             def bring(b) -> None:
                 @pl.when(b * BATCH < count)

@@ -1,4 +1,4 @@
-"""Hopper kernel of attn.prep: a block takes some tiles of tokens and shares their rope rows among its heads."""
+"""Hopper kernel of attn.prep: a block takes some tiles of tokens; their rope rows stay in registers for all heads."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Block, f32
+from isojax.pallas_kernels.fused import fma
 
 FEW = 512  # tokens up to which a block has one head of one tile, so that there are many
 
@@ -29,24 +30,29 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
     tokens = qkv.shape[0]
     h = walk.heads_of(qkv, kv_heads, head_dim)
     b = b or block(tokens, h.count)
-    present = [p for p in (bias, q_norm, k_norm) if p is not None]
+    arguments = (bias, q_norm, k_norm)
+    present = [p for p in arguments if p is not None]
 
     def attn_prep(qkv, *refs):
-        params, (rope, positions, q, kv, angles, arrived) = refs[: len(present)], refs[len(present) :]
+        params, (rope, positions, q, kv) = refs[: len(present)], refs[len(present) :]
         it = iter(params)
         bias, q_norm, k_norm = (next(it) if p is not None else None for p in arguments)
         first = lax.axis_index("tile") * b.tokens
-        walk.fetch_angles(rope, positions, angles, arrived, b, first)
+        start = lax.axis_index("head") * b.heads + lax.axis_index("wg")
+        firsts = [first + i * TOKENS for i in range(b.tiles)]
+        rows = [pl.ds(f, TOKENS) for f in firsts]
+        turns = lambda: [walk.angles(h, rope, positions, f) for f in firsts]
 
-        def head(i, n, g, j):
-            rows = [pl.ds(first + i * TOKENS, TOKENS) for i in range(b.tiles)]
+        def head(i, angles):
+            n = start + i * b.warpgroups
+            g, j = walk.place(h, n)
             loaded = [h.load(qkv.at[r], n * h.dim) for r in rows]  # all in flight together
-            pl.when(i == 0)(lambda: plgpu.barrier_wait(arrived))
+            angles = angles or turns()
 
-            def finish(norm, out, start, rotate=True):
+            def finish(norm, out, column, rotate=True):
                 add = None if bias is None else h.vector(bias, n * h.dim)
                 gamma = None if norm is None else h.gamma(norm, zero_centered)
-                for i, (at, tile) in enumerate(zip(rows, loaded, strict=True)):
+                for at, tile, (cos, sin) in zip(rows, loaded, angles, strict=True):
                     x = [v.astype(f32) for v in tile]
                     if add is not None:
                         x = [v + d for v, d in zip(x, add, strict=True)]
@@ -54,20 +60,28 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
                         rstd = h.rstd(x, eps)
                         x = [v * rstd * w for v, w in zip(x, gamma, strict=True)]
                     if rotate:
-                        cos, sin = h.load(angles.at[pl.ds(i * TOKENS, TOKENS)])
-                        x = [x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin]
-                    h.store(out(at), start, x)
+                        x = [fma(x[0], cos, -(x[1] * sin), h.layout), fma(x[1], cos, x[0] * sin, h.layout)]
+                    h.store(out(at), column, x)
 
             pl.when(j < h.group)(lambda: finish(q_norm, lambda at: q.at[at, g * h.group + j], 0))
             pl.when(j == h.group)(lambda: finish(k_norm, lambda at: kv.at[at, g], 0))
             pl.when(j > h.group)(lambda: finish(None, lambda at: kv.at[at, g], h.dim, rotate=False))
 
-        walk.each_head(b, h, head)
+        if b.heads == b.warpgroups:
+            head(0, None)
+        else:
+            angles = turns()
+            lax.fori_loop(0, b.heads // b.warpgroups, lambda i, _: head(i, angles), None)
 
-    arguments = (bias, q_norm, k_norm)
-    dtype = qkv.dtype
-    out = (
-        jax.ShapeDtypeStruct((tokens, h.kv_heads * h.group, h.dim), dtype),
-        jax.ShapeDtypeStruct((tokens, h.kv_heads, 2 * h.dim), dtype),
-    )
-    return walk.launch(attn_prep, out, b, h, tokens)(qkv, *present, rope, positions)
+    return plgpu.kernel(
+        attn_prep,
+        out_type=(
+            jax.ShapeDtypeStruct((tokens, h.kv_heads * h.group, h.dim), qkv.dtype),
+            jax.ShapeDtypeStruct((tokens, h.kv_heads, 2 * h.dim), qkv.dtype),
+        ),
+        grid=(h.count // b.heads, tokens // b.tokens),
+        grid_names=("head", "tile"),
+        num_threads=b.warpgroups,
+        thread_name="wg",
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+    )(qkv, *present, rope, positions)

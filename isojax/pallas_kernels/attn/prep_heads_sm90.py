@@ -1,8 +1,8 @@
 """How the Hopper kernels of attn.prep walk over tokens and heads: tiles of 16 tokens, one head at a time.
 
 A token's head lies in 8 lanes of one warp, as two halves of 16-byte (head size 64: 8-byte) accesses. The tile height
-is fixed, so a norm's sum is the same tree in any batch: 8 elements of each half in a lane, then 3 shuffles. The rows of
-the rope table that a block's tokens need are fetched once, for all of the block's heads.
+is fixed, so a norm's sum is the same tree in any batch: 8 elements of each half in a lane, then 3 shuffles. Where a
+product and a sum meet, `fma` says so: the kernels' bits do not hang on what the compiler makes of the code around them.
 """
 
 from __future__ import annotations
@@ -11,11 +11,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
 
+from isojax._jax_internals import interpreting
 from isojax.errors import Unsupported
+from isojax.pallas_kernels.fused import fma
+from isojax.pallas_kernels.warpgroup import registers as reg
 
 f32 = jnp.float32
 TOKENS = 16  # of a tile
@@ -74,12 +82,16 @@ class Heads(NamedTuple):
         values = [plgpu.load(at(o), layout=self.layout.reduce(0), optimized=False) for o in (0, self.half)]
         return [lax.broadcast_in_dim(v.astype(f32), self.shape, [1]) for v in values]
 
-    def mean(self, x: list[jax.Array]) -> jax.Array:
-        """Mean over a head's elements, broadcast over them."""
-        return lax.broadcast_in_dim(jnp.sum(x[0] + x[1], axis=1) * (1.0 / self.dim), self.shape, [0])
+    def mean_product(self, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+        """Mean of a b over a head's elements, broadcast over them."""
+        return lax.broadcast_in_dim(jnp.sum(self.dot(a, b), axis=1) * (1.0 / self.dim), self.shape, [0])
+
+    def dot(self, a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+        """a[0] b[0] + a[1] b[1], the second product rounded."""
+        return fma(a[0], b[0], a[1] * b[1], self.layout)
 
     def rstd(self, x: list[jax.Array], eps: float) -> jax.Array:
-        square = jnp.sum(x[0] * x[0] + x[1] * x[1], axis=1)
+        square = jnp.sum(self.dot(x, x), axis=1)
         return lax.broadcast_in_dim(lax.rsqrt(square * (1.0 / self.dim) + eps), self.shape, [0])
 
     def gamma(self, norm, zero_centered: bool) -> list[jax.Array]:
@@ -90,46 +102,42 @@ def heads_of(qkv, kv_heads: int, head_dim: int) -> Heads:
     return Heads(kv_heads, qkv.shape[1] // (kv_heads * head_dim) - 2, head_dim)
 
 
-def fetch_angles(rope, positions, angles, arrived, b: Block, first) -> None:
-    """Start copying the rows of the rope table that the block's tokens, from `first` on, need."""
-
-    @pl.when(lax.axis_index("wg") == 0)
-    def _():
-        for r in range(b.tokens):
-            row = pl.ds(positions[first + r], 1)
-            plgpu.copy_gmem_to_smem(rope.at[row], angles.at[pl.ds(r, 1)], arrived)
+def place(h: Heads, n: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(g, j): head n of a row is the j-th of KV group g."""
+    g = lax.div(n, h.group + 2)
+    return g, n - g * (h.group + 2)
 
 
-def each_head(b: Block, h: Heads, head) -> None:
-    """Call head(i, n, g, j) for each of the warpgroup's heads: its i-th, the row's n-th, the j-th of KV group g."""
-    start = lax.axis_index("head") * b.heads + lax.axis_index("wg")
+def angles(h: Heads, rope: Any, positions: Any, first: jax.Array) -> list[jax.Array]:
+    """cos and sin [16, D/2] of the 16 tokens from `first` on: each thread reads its part of its token's row.
 
-    def one(i, _):
-        n = start + i * b.warpgroups
-        g = lax.div(n, h.group + 2)
-        head(i, n, g, n - g * (h.group + 2))
-
-    lax.fori_loop(0, b.heads // b.warpgroups, one, None)
-
-
-def launch(body, out, b: Block, h: Heads, tokens: int, scratch: tuple[Any, ...] = ()):
-    """plgpu.kernel over all tokens and heads; the body orders its own writes to `scratch`.
-
-    Before `scratch` it gets shared memory for the block's rows of the rope table, and the barrier of their arrival.
+    rope [P, D] fp32 and positions [T] int32 in GMEM. Below Pallas, which has no gather into registers.
     """
-    # An explicit tiling, or layout inference swizzles what is written one row at a time.
-    tiled = (plgpu.TilingTransform((1, h.half)),)  # pyright: ignore[reportAbstractUsage]
-    angles = plgpu.SMEM((b.tokens, h.dim), f32, transforms=tiled)
-    return plgpu.kernel(
-        body,
-        out_type=out,
-        grid=(h.count // b.heads, tokens // b.tokens),
-        grid_names=("head", "tile"),
-        num_threads=b.warpgroups,
-        thread_name="wg",
-        scratch_types=(angles, plgpu.Barrier(num_arrivals=b.tokens), *scratch),
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
-    )
+    if interpreting():
+        rows = jnp.stack([rope[positions[first + r]] for r in range(TOKENS)])
+        return [rows[:, : h.half], rows[:, h.half :]]
+    tile: Any = plgpu.ShapeDtypeStruct(h.shape, f32, layout=h.layout)
+    lanes = 8  # of a token
+
+    @reg.inline(arg_types=(reg.PLAIN, reg.PLAIN, reg.SCALAR), return_type=(tile, tile))
+    def run(_, table, at, start):
+        i32_type, i64, f32_type = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type.get()
+        wide = lambda x: arith.extsi(i64, x)
+        element = lambda ref, index, kind: utils.getelementptr(utils.memref_ptr(ref), [index], kind)
+        thread, width = reg.thread(), h.half // lanes
+        token = arith.addi(start.registers.item(), arith.divui(thread, reg.integer(lanes)))
+        position = llvm.load(i32_type, element(at, wide(token), i32_type))
+        column = arith.muli(arith.remui(thread, reg.integer(lanes)), reg.integer(width))
+        line = arith.addi(arith.muli(wide(position), utils.c(h.dim, i64)), wide(column))
+        halves = []
+        for o in (0, h.half):
+            where = element(table, arith.addi(line, utils.c(o, i64)), f32_type)
+            registers = np.empty(h.layout.to_mgpu().registers_shape(h.shape), object)
+            registers[...] = llvm.load(ir.VectorType.get((width,), f32_type), where, alignment=16)
+            halves.append(mgpu.FragmentedArray(_registers=registers, _layout=h.layout.to_mgpu(), _is_signed=None))
+        return tuple(halves)
+
+    return list(run(rope, positions, jnp.asarray(first, jnp.int32)))
 
 
 def check(region: str, qkv, params: dict[str, Any], rope, head_dim: int, quantum: int) -> None:

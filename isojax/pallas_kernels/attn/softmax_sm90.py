@@ -18,7 +18,7 @@ Panels = tuple[jax.Array, ...]  # [64, D] fp32 in registers, in panels of 64 col
 
 
 class Running(NamedTuple):
-    """Softmax of one partition so far: largest scaled score, and denominator as wg.weigh holds it; [64] each."""
+    """Softmax of one partition so far: largest scaled score, and denominator as wg.weigh_second holds it; [64] each."""
 
     m: jax.Array
     den: jax.Array
@@ -48,8 +48,25 @@ def weigh(scores: jax.Array, state: Running, scale: float, anew) -> tuple[jax.Ar
 
     anew: the tile is its partition's first; what `state` holds is dropped.
     """
-    p, m, den, alpha = wg.weigh(scores, state.m, state.den, scale * LOG2E, anew)
+    x, m, alpha = weigh_first(scores, state, scale, anew)
+    return *weigh_second(x, m, state, alpha, scale), alpha
+
+
+def weigh_few(scores: jax.Array, state: Running, scale: float, anew) -> tuple[jax.Array, Running, jax.Array]:
+    """As `weigh`, where only the first 8 rows matter."""
+    p, m, den, alpha = wg.weigh_few(scores, state.m, state.den, scale * LOG2E, anew)
     return p, Running(m, den), alpha
+
+
+def weigh_first(scores: jax.Array, state: Running, scale: float, anew) -> tuple[jax.Array, ...]:
+    """The first half of `weigh` -> half of p, and of `weigh`'s results the new maximum and the factor."""
+    return wg.weigh_first(scores, state.m, scale * LOG2E, anew)
+
+
+def weigh_second(x: jax.Array, m: jax.Array, state: Running, alpha: jax.Array, scale: float):
+    """What `weigh_first` gave, and the state that it took -> p, the state with it."""
+    p, den = wg.weigh_second(x, m, state.den, alpha, scale * LOG2E)
+    return p, Running(m, den)
 
 
 def close(total: Total, part: Running) -> tuple[Total, jax.Array, jax.Array]:

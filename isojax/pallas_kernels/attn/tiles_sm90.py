@@ -232,10 +232,10 @@ def clear_past_end(v_smem, end: jax.Array) -> None:
 
 # -- out ---------------------------------------------------------------------------------------------------------------
 def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem) -> None:
-    """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq], and wait.
+    """Write out_panels (of [64, D]) and lse_rows [64] to the valid rows of out [T, Hq D] and lse [T, Hq].
 
-    smem: `panels` to stage through. A partly valid tile goes in pieces of 32, 16, .. 1 rows: the next rows of T belong
-    to other programs.
+    smem: `panels` to stage through, read until plgpu.wait_smem_to_gmem. A partly valid tile goes in pieces of 32, 16,
+    .. 1 rows: the next rows of T belong to other programs.
     """
     s = rows.shape
     tile, staged = views(smem)
@@ -262,5 +262,3 @@ def store(rows: Rows, out_panels, lse_rows: jax.Array, out, lse, smem) -> None:
             while count:
                 pl.when(rows.valid & count != 0)(lambda count=count: copy(i, rows.valid & -2 * count, count))
                 count //= 2
-
-    plgpu.wait_smem_to_gmem(0)

@@ -1,8 +1,9 @@
 """head.logprob_rows on Hopper: every logit is read once and written once.
 
-A cluster of eight blocks takes a row, a block one vocabulary leaf of it, which it keeps in shared memory. It computes
-the statistics of the leaf's tiles, 64 tiles at a time as the rows of one [64, 128] block; exchanges the leaf's sum with
-the other seven; and subtracts.
+A cluster of eight blocks takes row after row, a block one vocabulary leaf of each, which it keeps in shared memory;
+as many leaves as fit are there or on their way. Some warpgroups compute the statistics of the leaf's tiles and, when
+the sums of all leaves are there, subtract. One more adds the leaf's tiles, sends the sum to the other blocks, and
+fetches. While it does, the others are at the statistics of the next row.
 """
 
 from __future__ import annotations
@@ -17,144 +18,170 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels import strips
+from isojax.pallas_kernels.head import leaf_sm90
 from isojax.pallas_kernels.head import lse as shared
 from isojax.pallas_kernels.head.kernel_sm90 import check_vocab
-from isojax.pallas_kernels.head.lse import BLOCK, LAYOUT, MASKED, ROWS, leaf_tiles
+from isojax.pallas_kernels.head.lse import MASKED, ROWS, leaf_tiles
 from isojax.pallas_kernels.interpretable import publish
+from isojax.pallas_kernels.warpgroup import warpgroup_barrier
 from isojax.schedule import LEAVES, VOCAB_TILE
 
 f32 = jnp.float32
-BLOCK_SIZE = ROWS * VOCAB_TILE
-PIECE = 8  # tiles that a warpgroup subtracts from at a time
+CLUSTERS = 14  # as many fit on an H200 at a time: a block fills a multiprocessor, a cluster lies in one GPC
+SLOTS = 3  # leaves of a block, where they fit
+ROOM = 226 << 10  # bytes of shared memory, without barriers and what Mosaic takes
+WORKERS = 3  # warpgroups
+PIECE = 1024  # logits that a warpgroup subtracts from at a time
 FOLD = 16  # tiles whose shares are read together; they are added one after another
-MOST_BLOCKS = 6  # of a leaf: what fits in shared memory
+MOST_BLOCKS = 6  # of 64 tiles in a leaf
 
 
 def logprob_rows(logits, inv_temperature):
     """logits [T, V] fp32, inv_temperature [T] -> log-probabilities [T, V], log-sum-exp [T]."""
     n, vocab = logits.shape
     width, each = leaf_tiles(vocab)
-    blocks = -(-each // ROWS)
-    in_block = [min(ROWS, each - b * ROWS) for b in range(blocks)]
-    whole, tail = each - 1, width - (each - 1) * VOCAB_TILE
+    clusters = min(CLUSTERS, n)
+    workers = min(WORKERS, -(-each // ROWS))
+    rounds = -(-each // (workers * ROWS))
+    per = -(-each // (workers * rounds))  # tiles that a worker takes at a time: the rows of one block
+    counts = [max(0, min(per, each - first)) for first in range(0, workers * rounds * per, per)]
+    tiles = -(-len(counts) * ROWS // strips.THREADS) * strips.THREADS
+    slots = min(SLOTS, (ROOM - 4 * VOCAB_TILE - 16 * tiles) // (4 * width), -(-n // clusters))
+    lag = min(1, slots - 1)  # rows whose statistics are computed before a row is finished
+    cut = strips.strips(width, f32, PIECE)
+    pieces = [s for s in cut if s.width == PIECE]
 
     def head_logprob_rows(z, inv_temperature, out, lse, leaf_top, leaf_mass, leaf, tops, masses, *barriers):
-        *arrived, folded, exchanged = barriers
-        row, at, wg = lax.axis_index("row"), lax.axis_index("leaf"), lax.axis_index("wg")
+        arrived, read, folded, exchanged = barriers
+        cluster, at, wg = lax.axis_index("cluster"), lax.axis_index("leaf"), lax.axis_index("wg")
         begin = at * width
-        inv = inv_temperature[row]
+        rows = lax.div(n - cluster + clusters - 1, clusters)  # of this cluster
+        row_of = lambda k: cluster + k * clusters
 
-        for b in range(blocks):
+        def fetch(k):
+            slot = lax.rem(k, slots)
+            leaf_sm90.fetch(z, row_of(k), begin, leaf, slot, arrived.at[slot])
 
-            @pl.when(wg == b)
-            def _(b=b):
-                for i in range(b * ROWS, b * ROWS + in_block[b]):
-                    # the last one reaches into the next leaf, or past the end, where zeros are read
-                    logits = z.at[pl.ds(row, 1), pl.ds(begin + i * VOCAB_TILE, VOCAB_TILE)]
-                    plgpu.copy_gmem_to_smem(logits, leaf.at[pl.ds(i, 1)], arrived[b])
-                plgpu.barrier_wait(arrived[b])
+        def statistics(k):
+            slot, side = lax.rem(k, slots), lax.rem(k, 2)
+            plgpu.barrier_wait(arrived.at[slot])
+            for r in range(rounds):
+                b = r * workers + wg
+                first, count = jnp.minimum(b * per, each - 1), jnp.clip(each - b * per, 1, per)
+                mine = pl.ds(b * ROWS, ROWS)
+                top, mass = leaf_sm90.statistics(leaf, slot, first, count, inv_temperature[row_of(k)])
+                tops[side, mine], masses[side, mine] = top, mass
+            plgpu.barrier_arrive(folded.at[side])
 
-        here = wg * BLOCK_SIZE
-        raw = plgpu.load(leaf.at[pl.ds(wg * ROWS, ROWS)], layout=LAYOUT, optimized=False)
-        tiles = plgpu.broadcasted_iota(jnp.int32, BLOCK, 0, layout=LAYOUT)
-        inside = tiles * VOCAB_TILE + shared.columns() < width - here
-        mine = pl.ds(wg * ROWS, ROWS)
-        top, mass = shared.tile(shared.scaled(raw, inv), inside)[1:]
-        tops[mine], masses[mine] = top, mass
-        plgpu.barrier_arrive(folded)
-
-        @pl.when(wg == 0)
-        def _():
-            plgpu.barrier_wait(folded)
-            leaf_top[row, at], leaf_mass[row, at] = _fold(tops, masses, each)
+        def finish(k):
+            slot, side, row = lax.rem(k, slots), lax.rem(k, 2), row_of(k)
+            inv = inv_temperature[row]
+            plgpu.barrier_wait(exchanged.at[side])
             publish()
-            plgpu.barrier_arrive(exchanged)
+            spread = lambda v: jnp.full((ROWS,), v, f32)
+            total = shared.log_sum_exp([(spread(leaf_top[row, i]), spread(leaf_mass[row, i])) for i in range(LEAVES)])
+            norm = jnp.max(total)  # all are equal
 
-        plgpu.barrier_wait(exchanged)
-        publish()
-        spread = lambda v: jnp.full((ROWS,), v, f32)
-        total = shared.log_sum_exp([(spread(leaf_top[row, i]), spread(leaf_mass[row, i])) for i in range(LEAVES)])
-        norm = jnp.max(total)  # all are equal
+            @pl.when((wg == 0) & (at == 0))
+            def _():
+                lse[row] = norm
 
-        @pl.when((wg == 0) & (at == 0))
+            def subtract(start, s):
+                layout = plgpu.Layout.WG_STRIDED((s.width,), s.vec)
+                raw = plgpu.load(leaf.at[slot, pl.ds(start, s.width)], layout=layout, optimized=False)
+                # the choice, whose outcome no compiler knows, keeps multiply and subtraction from an fma
+                scaled = jnp.where(jnp.full(raw.shape, inv) != 0, shared.scaled(raw, inv), 0.0)
+                out[row, pl.ds(begin + start, s.width)] = scaled - norm
+
+            if pieces:
+                piece = lambda i, _: subtract((i * workers + wg) * PIECE, pieces[0])
+                lax.fori_loop(0, lax.div(len(pieces) - wg + workers - 1, workers), piece, None)
+
+            @pl.when(wg == workers - 1)
+            def _():
+                for s in cut[len(pieces) :]:
+                    subtract(s.start, s)
+
+            @pl.when(k + slots < rows)
+            def _():
+                plgpu.commit_smem()  # the leaf has been read
+                plgpu.barrier_arrive(read.at[slot])
+
+        def work(k, _):
+            pl.when(k < rows)(lambda: statistics(k))
+            pl.when(k >= lag)(lambda: finish(k - lag))
+
+        def serve(k, _):
+            side, row, before = lax.rem(k, 2), row_of(k), k - lag
+            plgpu.barrier_wait(folded.at[side])
+            leaf_top[row, at], leaf_mass[row, at] = _fold(tops.at[side], masses.at[side], counts)
+            publish()
+            warpgroup_barrier()
+            plgpu.barrier_arrive(exchanged.at[side])
+
+            @pl.when((before >= 0) & (before + slots < rows))
+            def _():
+                plgpu.barrier_wait(read.at[lax.rem(before, slots)])
+                fetch(before + slots)
+
+        @pl.when(wg == workers)
         def _():
-            lse[row] = norm
+            for k in range(slots):
+                pl.when(k < rows)(functools.partial(fetch, jnp.int32(k)))
+            lax.fori_loop(0, rows, serve, None)
 
-        def subtracted(t, count):
-            """`count` tiles of the leaf from tile t on, as log-probabilities."""
-            layout = plgpu.Layout.WG_STRIDED((count, VOCAB_TILE), min(4, count))
-            raw = plgpu.load(leaf.at[pl.ds(t, count)], layout=layout, optimized=False)
-            # the choice, whose outcome no compiler knows, keeps multiply and subtraction from an fma
-            return jnp.where(jnp.full(raw.shape, inv) != 0, shared.scaled(raw, inv), 0.0) - norm
-
-        def write(t, count):
-            size = count * VOCAB_TILE
-            out[row, pl.ds(begin + t * VOCAB_TILE, size)] = subtracted(t, count).reshape(size)
-
-        for b in range(blocks):  # what other warpgroups fetched
-            pl.when(wg != b)(functools.partial(plgpu.barrier_wait, arrived[b]))
-        mine = lax.div(whole // PIECE - wg + blocks - 1, blocks)
-        lax.fori_loop(0, mine, lambda i, _: write((i * blocks + wg) * PIECE, PIECE), None)
-
-        @pl.when(wg == blocks - 1)
-        def _():
-            t = whole // PIECE * PIECE
-            for size in (4, 1):
-                for _ in range((whole - t) // size):
-                    write(t, size)
-                    t += size
-            # the last tile may be cut; a store to `leaf` also tells layout inference soon that it is not swizzled
-            leaf[pl.ds(t, 1)] = subtracted(t, 1)
-            plgpu.commit_smem()
-            to = out.at[pl.ds(row, 1), pl.ds(begin + t * VOCAB_TILE, tail)]
-            plgpu.copy_smem_to_gmem(leaf.at[pl.ds(t, 1), pl.ds(0, tail)], to)
-            plgpu.wait_smem_to_gmem(0)
+        pl.when(wg < workers)(lambda: lax.fori_loop(0, rows + lag, work, None))
 
     pairs = jax.ShapeDtypeStruct((n, LEAVES), f32)
-    out = (jax.ShapeDtypeStruct((n, vocab), f32), jax.ShapeDtypeStruct((n,), f32), pairs, pairs)
-    sizes = plgpu.SMEM((blocks * ROWS, VOCAB_TILE), f32), *[plgpu.SMEM((_padded(blocks),), f32)] * 2
+    # Two of what is handed on between warpgroups: nobody is two rows ahead.
     return plgpu.kernel(
         head_logprob_rows,
-        out_type=out,
+        out_type=(jax.ShapeDtypeStruct((n, vocab), f32), jax.ShapeDtypeStruct((n,), f32), pairs, pairs),
         scratch_types=(
-            *sizes,
-            *[plgpu.Barrier(num_arrivals=k) for k in in_block],
-            plgpu.Barrier(num_arrivals=blocks),
-            plgpu.ClusterBarrier(collective_axes=("leaf",)),
+            plgpu.SMEM((slots, width), f32),
+            *[plgpu.SMEM((2, tiles), f32)] * 2,
+            plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=slots),
+            plgpu.Barrier(num_arrivals=workers, num_barriers=2),
+            plgpu.ClusterBarrier(collective_axes=("leaf",), num_barriers=2),
         ),
-        grid=(n,),
-        grid_names=("row",),
+        grid=(clusters,),
+        grid_names=("cluster",),
         cluster=(LEAVES,),
         cluster_names=("leaf",),
-        num_threads=blocks,
+        num_threads=workers + 1,
         thread_name="wg",
+        compiler_params=plgpu.CompilerParams(reduction_scratch_bytes=512),
     )(logits, inv_temperature)[:2]
 
 
-def _padded(blocks: int) -> int:
-    """Tiles of a leaf, rounded up to what a warpgroup holds as one vector."""
-    return -(-blocks * ROWS // strips.THREADS) * strips.THREADS
+def _fold(tops, masses, counts: list[int]):
+    """(max, sum of exp) of a leaf from its tiles', in shared memory; `masses` is overwritten.
 
-
-def _fold(tops, masses, each: int):
-    """(max, sum of exp) of a leaf from its tiles', in shared memory; `masses` is overwritten."""
+    Of each 64 the first `counts` are tiles; the others repeat one, which leaves the maximum alone.
+    """
     s = strips.Strip(0, tops.shape[0], 1)
-    real = plgpu.broadcasted_iota(jnp.int32, (s.width,), 0, layout=s.layout) < each
-    top, mass = jnp.where(real, strips.load(tops, s), MASKED), jnp.where(real, strips.load(masses, s), 0.0)
+    there = plgpu.broadcasted_iota(jnp.int32, (s.width,), 0, layout=s.layout) < len(counts) * ROWS
+    top, mass = jnp.where(there, strips.load(tops, s), MASKED), jnp.where(there, strips.load(masses, s), 0.0)
     leaf_top = jnp.max(top)
     masses[...] = shared.weighed(top, mass, leaf_top)
+    warpgroup_barrier()
 
     def add(total, first, count):
         return functools.reduce(jnp.add, [masses[first + i] for i in range(count)], total)
 
-    total = lax.fori_loop(0, each // FOLD, lambda i, t: add(t, i * FOLD, FOLD), jnp.float32(0))
-    return leaf_top, add(total, each // FOLD * FOLD, each % FOLD)
+    total = jnp.float32(0)
+    for b, count in enumerate(counts):
+        first, whole = b * ROWS, count // FOLD
+        total = lax.fori_loop(0, whole, lambda i, t, first=first: add(t, first + i * FOLD, FOLD), total)
+        total = add(total, first + whole * FOLD, count % FOLD)
+    return leaf_top, total
 
 
 def logprob_rows_supports(logits, inv_temperature) -> None:
     """What head.logprob_rows takes on sm90; raises Unsupported."""
     region, vocab = "head.logprob_rows", logits.shape[1]
     check_vocab(region, vocab)
-    most = LEAVES * MOST_BLOCKS * BLOCK_SIZE
+    most = LEAVES * MOST_BLOCKS * ROWS * VOCAB_TILE
     if vocab > most:
         raise Unsupported(region, f"V = {vocab}", f"at most {most} on sm90 (a block holds a leaf)", "use arch cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isojax.pallas_kernels.linear.tiles import SMS, Tiles, by_model, misfit, share, stride
+from isojax.pallas_kernels.linear.tiles import SMS, Tiles, by_model, misfit, share, step, stride
 
 
 def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:
@@ -16,7 +16,7 @@ def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:
 
 def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
     """Many rows: large tiles, so that the tensor cores wait neither for shared memory nor for the L2."""
-    k, half = stride(width), stride(width, 32)
+    k, half = step(width, leaves), stride(width, 32)
     best, *others = by_model(rows, n, 256 if leaves == 1 else 128)
     cols = best[0]
     yield Tiles(64, cols, k, (2, 1))
@@ -24,7 +24,8 @@ def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
         yield Tiles(64, cols, k, (2, 1), cluster=2, shared="w")
         yield Tiles(64, cols, half, (2, 1), cluster=2, shared="w")
         yield Tiles(64, others[0][0], k, (2, 1), cluster=2, shared="w")
-        yield Tiles(128, 128, k, (2, 1))
+        tall = by_model(rows, n, 192, m=128)[0][0]
+        yield Tiles(128, tall, k, (2, 1))
     else:
         yield Tiles(64, cols, half, (2, 1))
         yield Tiles(64, 96, k, (2, 1))
@@ -34,7 +35,7 @@ def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
 
 def few(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
     """Few rows: one tile to an SM, each of which streams its share of the weights once; or two that share leaves."""
-    half, k, twice = (stride(width, most) for most in (32, 64, 128))
+    half, k, twice = (step(width, leaves, most) for most in (32, 64, 128))
     one, two = share(n, SMS), share(n, SMS // 2)
     if rows <= 64:
         yield Tiles(64, one, k, (1, 1))

@@ -38,15 +38,22 @@ LEAVED = (
     Tiles(64, 96, 64, (1, 1), split=2),
     Tiles(64, 48, 128, (2, 1)),
 )
+SHARED = (  # of leaves of 96 columns: those with steps of 64 share every third one among two leaves
+    Tiles(64, 32, 32, (1, 1)),
+    Tiles(64, 32, 64, (1, 1)),
+    Tiles(64, 128, 64, (2, 1)),
+    Tiles(64, 64, 64, (2, 1), cluster=2, shared="w"),
+    Tiles(64, 64, 64, (2, 1), split=2),
+)
 
 
-def _operands(rng, rows):
+def _operands(rng, rows, k=K):
     """In the second half of the outputs leaves 4 to 7 take away what leaves 1, 2, 3, 0 add: only roundings are left, so
     that the order of every addition shows even after the rounding to bf16."""
-    x, weight = (ill_conditioned(rng, n, LEAVES, K // LEAVES) for n in (rows, N))
+    x, weight = (ill_conditioned(rng, n, LEAVES, k // LEAVES) for n in (rows, N))
     x[:, 4:] = x[:, [1, 2, 3, 0]]
     weight[N // 2 :, 4:] = -weight[N // 2 :, [1, 2, 3, 0]]
-    return x.reshape(rows, K), weight.reshape(N, K)
+    return x.reshape(rows, k), weight.reshape(N, k)
 
 
 def exact(x, weight, *, leaves=1):
@@ -98,13 +105,14 @@ def row_cases(rng, rows):
         Case("tree", args, statics, _row_reassociated, exact),
         Case("one rounding", args, statics, _row_rounded, exact),
         ("any cut", functools.partial(any_cut, row, statics, LEAVED, kernel_sm90.row)),
+        ("any step", functools.partial(any_cut, row, statics, SHARED, kernel_sm90.row, k=LEAVES * 96, name="any step")),
     ]
 
 
-def any_cut(region, statics, variants, kernel, context: Context) -> GateResult:
+def any_cut(region, statics, variants, kernel, context: Context, k=K, name="any cut") -> GateResult:
     """The output's bits do not depend on how it is cut: ranks of a column-parallel layer (weight rows, any number of
     them), rows of x, and on a GPU the tiles and the order of work (design rule 2, rechecked on each GPU kind)."""
-    x, weight = _operands(context.rng, 192)
+    x, weight = _operands(context.rng, 192, k)
     run = lambda a, w, kw=statics: context.execute(region, (a, w), kw)[0]
     whole, total = run(x, weight), Diff(0, 0)
     for start, stop in ((0, 16), (8, 24), (80, 160), (136, 160), (0, 96)):
@@ -119,4 +127,4 @@ def any_cut(region, statics, variants, kernel, context: Context) -> GateResult:
     # control: one reassociation, by the other region: K in twice as many chains, or in half as many
     more = context.execute(row, (x, weight), {"leaves": 2 if region is column else LEAVES // 2})[0]
     caught = compare(more, whole).differing > 0
-    return GateResult(f"{region.name}/any cut", total.checked, total.differing, caught, total.first)
+    return GateResult(f"{region.name}/{name}", total.checked, total.differing, caught, total.first)

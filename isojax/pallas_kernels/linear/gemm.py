@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from isojax._jax_internals import interpreting
 from isojax.pallas_kernels.linear.tiles import SMS, Tiles
 
 PRODUCER_REGISTERS = 40
@@ -60,6 +61,8 @@ class Scratch(NamedTuple):
     free: Any  # a stage may be overwritten
     stage: Any  # [warpgroups, slots, 64, wide]: output on its way to TMA; absent where nothing is stored
     park: Any  # [warpgroups, levels, m, n] fp32: upper levels of the tree; absent where registers suffice
+    x_half: Any = None  # x and w once more, for steps half as wide: [2 * stages, rows, k / 2], stage i at 2 * i
+    w_half: Any = None
     meet: Any = None  # what meet_sm90 adds: leaves of a tile that lie in several blocks
 
 
@@ -82,17 +85,28 @@ def chunk(n: int, total: int, dtype: Any) -> int:
     return min(128 // jnp.dtype(dtype).itemsize, both & -both)
 
 
+def parking(*shape: int) -> Any:
+    """fp32 sums [.., m, n] in shared memory, in tiles that a warpgroup reads and writes without bank conflicts."""
+    return plgpu.SMEM(shape, jnp.float32, transforms=(plgpu.TilingTransform((8, 8)),))  # pyright: ignore[reportAbstractUsage]
+
+
 def scratch(
-    t: Tiles, leaves: int, out_dtype: Any = None, wide: int = 0, stored: Stored = ROWS_FIRST, reserved: int = 0
+    t: Tiles,
+    leaves: int,
+    out_dtype: Any = None,
+    wide: int = 0,
+    stored: Stored = ROWS_FIRST,
+    reserved: int = 0,
+    halves: bool = False,
 ) -> Scratch:
     """The scratch types of a product with these tiles, None where absent. wide: columns stored at a time, or 0.
 
-    reserved: bytes of shared memory that the caller uses besides.
+    reserved: bytes of shared memory that the caller uses besides. halves: some steps are half as wide (`product`).
     """
     groups, stage, park, used = t.warpgroups, None, None, reserved
     slots, part = 2, 64 * wide * jnp.dtype(out_dtype or jnp.int8).itemsize
     if levels := t.parked(leaves):
-        park = plgpu.SMEM((groups, levels, t.m, t.n), jnp.float32, transforms=tiled(t.n, jnp.float32))
+        park = parking(groups, levels, t.m, t.n)
         used += groups * levels * t.m * t.n * 4
         slots = levels * t.m * t.n * 4 // part if wide else 0
     if wide:
@@ -101,7 +115,9 @@ def scratch(
     stages = t.stages(used)
     if stages < 2:
         raise ValueError(f"{t} leaves no room for two pipeline stages in shared memory")
-    ring = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=tiled(min(t.k, stored.chunk), jnp.bfloat16))
+    operand = lambda shape, cols: plgpu.SMEM(shape, jnp.bfloat16, transforms=tiled(cols, jnp.bfloat16))
+    ring = lambda shape: operand(shape, min(t.k, stored.chunk))
+    half = lambda rows: operand((2 * stages, rows, t.k // 2), t.k // 2) if halves else None
     shape = lambda first, rows: (stages, t.k, rows) if first else (stages, rows, t.k)
     if t.cluster == 1:
         free = plgpu.Barrier(num_arrivals=groups, num_barriers=stages)
@@ -114,6 +130,8 @@ def scratch(
         free,
         stage,
         park,
+        half(t.rows),
+        half(t.cols),
     )
 
 
@@ -121,13 +139,16 @@ def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Sc
     """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch)."""
     present = {k: v for k, v in s._asdict().items() if v is not None}
     absent = dict.fromkeys(s._fields)
-    if both := s.park is not None and s.stage is not None:
-        # One memory: when a warpgroup stores a total, nothing of it is parked any more. Its shares are equally large.
-        present["park"] = plgpu.RefUnion(present["park"], present.pop("stage"))
+    # One memory: when a warpgroup stores a total, nothing of it is parked any more. Its shares are equally large.
+    unions = [("park", "stage")] if s.park is not None and s.stage is not None else []
+    if s.x_half is not None and not interpreting():  # its race detector takes all stages of a union for one place
+        unions += [("x", "x_half"), ("w", "w_half")]
+    for a, b in unions:
+        present[a] = plgpu.RefUnion(present[a], present.pop(b))
 
     def with_scratch(*refs: Any, **kw: Any) -> None:
-        if both:
-            kw["park"], kw["stage"] = kw["park"]
+        for a, b in unions:
+            kw[a], kw[b] = kw[a]
         body(*refs, Scratch(**{**absent, **kw}))
 
     return plgpu.kernel(
@@ -181,10 +202,13 @@ def product(
 ) -> None:
     """Run work items: `leaves` chains of `steps` steps each, from locate(item), then finish.
 
+    With s.x_half a leaf ends in the middle of a step, and the next one starts there: of the step that two leaves share
+    each loads and multiplies its half.
     finish(item, row, col, total): called in each consumer warpgroup with its [m, n] fp32 total and where that starts in
     the output.
     """
     stages = s.x.shape[0]
+    halves = s.x_half is not None
     every = steps * leaves  # ring steps of an item
     behind = min(max(1, 64 // t.k), steps - 1, stages - 1)  # steps that multiply while the next one is issued
     wg = lax.axis_index("wg")
@@ -207,6 +231,7 @@ def product(
         def stream(operand: str) -> None:
             """Load all of one operand, in one warp: two warps issue copies twice as fast as one warpgroup."""
             first, source, target = (stored.x_first, x, s.x) if operand == "x" else (stored.w_first, w, s.w)
+            target_half = s.x_half if operand == "x" else s.w_half
 
             @plgpu.nd_loop((items,), collective_axes="block")
             def _item(info):
@@ -216,8 +241,25 @@ def product(
                 def load(i, _):
                     slot = lax.rem(info.local_index * every + i, stages)
                     plgpu.barrier_wait(s.free.at[slot])
-                    part = source.at[window(first, rows, pl.ds(at.depth + i * t.k, t.k))]
-                    plgpu.copy_gmem_to_smem(part, target.at[slot], s.full.at[slot], collective_axes=share(operand))
+
+                    def copy(start, k, to):
+                        part = source.at[window(first, rows, pl.ds(at.depth + start, k))]
+                        plgpu.copy_gmem_to_smem(part, to, s.full.at[slot], collective_axes=share(operand))
+
+                    if not halves:
+                        copy(i * t.k, t.k, target.at[slot])
+                        return
+                    j = lax.rem(i, jnp.int32(2 * steps))  # step of the pair of leaves
+                    odd = jnp.where(j >= steps, 1, 0)
+                    whole = lax.div(i, jnp.int32(2 * steps)) * (2 * steps - 1) + j - odd
+
+                    @pl.when((j == steps - 1) | (j == steps))
+                    def _():
+                        copy((2 * whole + odd) * (t.k // 2), t.k // 2, target_half.at[2 * slot])
+
+                    @pl.when((j < steps - 1) | (j > steps))
+                    def _():
+                        copy(whole * t.k, t.k, target.at[slot])
 
                 lax.fori_loop(0, every, load, None)
 
@@ -243,28 +285,33 @@ def product(
         def _item(info):
             at = locate(info.index[0])
 
-            def chain(leaf: Any) -> jax.Array:
+            def chain(leaf: Any, odd: bool) -> jax.Array:
+                """One leaf's sum. odd: the second of a pair."""
                 first = info.local_index * every + leaf * steps
 
                 def run(acc):
-                    def mma(i):
+                    def mma(i, half=False):
                         slot = lax.rem(first + i, stages)
                         plgpu.barrier_wait(s.full.at[slot])
-                        a = matrix(s.x, stored.x_first, slot, pl.ds(down * t.m, t.m))
-                        b = matrix(s.w, stored.w_first, slot, pl.ds(right * t.n, t.n))
+                        x, w, slot = (s.x_half, s.w_half, 2 * slot) if half else (s.x, s.w, slot)
+                        a = matrix(x, stored.x_first, slot, pl.ds(down * t.m, t.m))
+                        b = matrix(w, stored.w_first, slot, pl.ds(right * t.n, t.n))
                         plgpu.wgmma(acc, a, b.T)
 
                     def release(i):
                         plgpu.barrier_arrive(s.free.at[lax.rem(first + i, stages)])
 
-                    def step(i, _):
-                        mma(i)
+                    def step(i, _, half=False):
+                        mma(i, half)
                         plgpu.wgmma_wait(behind)
                         release(i - behind)
 
+                    whole = steps - (halves and not odd)
                     for i in range(behind):
-                        mma(i)
-                    lax.fori_loop(behind, opaque(steps), step, None)
+                        mma(i, half=halves and odd and i == 0)
+                    lax.fori_loop(behind, opaque(whole), step, None)
+                    if whole < steps:
+                        step(whole, None, half=True)
                     value = acc[...]  # waits for all
                     for i in range(steps - behind, steps):
                         release(i)
@@ -272,14 +319,14 @@ def product(
 
                 return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((t.m, t.n), jnp.float32))
 
-            def add(low: Any, count: int, level: int) -> jax.Array:
+            def add(low: Any, count: int, level: int, odd: bool = False) -> jax.Array:
                 if count == 1:
-                    return chain(low)
+                    return chain(low, odd)
                 half = functools.partial(add, count=count // 2, level=level + 1)
                 if level >= t.parked(leaves):
                     left = half(low)
                     # Pinned here: LLVM would put the sums off until after later chains and keep every leaf alive.
-                    return lax.optimization_barrier(left + half(low + count // 2))
+                    return lax.optimization_barrier(left + half(low + count // 2, odd=count == 2))
                 park = s.park.at[wg, level]
 
                 def each(i, _):  # a loop: half as much code as both halves written out, and fewer registers

@@ -30,7 +30,7 @@ def row(x: jax.Array, weight: jax.Array, *, leaves: int, t: Tiles | None = None)
 
 
 def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) -> jax.Array:
-    """`leaves` chains over K and their tree, on chip, rounded once to out_dtype. K / leaves: a multiple of t.k."""
+    """`leaves` chains over K and their tree, on chip, rounded once to out_dtype. K / leaves: see misfit."""
     (rows, k), n = x.shape, len(weight)
     items, at = gemm.snake(t, -(-rows // t.rows), -(-n // t.cols))
 
@@ -42,11 +42,11 @@ def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) ->
         def finish(_, r, c, total):
             gemm.store(out, s, r, c, total)
 
-        steps = k // leaves // t.k
+        steps = t.steps(k // leaves)
         gemm.product(x, w, s, t, items=items, locate=locate, steps=steps, leaves=leaves, finish=finish)
 
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
-    s = gemm.scratch(t, leaves, out_dtype, gemm.chunk(t.n, n, out_dtype))
+    s = gemm.scratch(t, leaves, out_dtype, gemm.chunk(t.n, n, out_dtype), halves=t.halves(k // leaves))
     return gemm.launch(body, out, t, items, s)(x, weight)
 
 

@@ -7,6 +7,7 @@ tune, per shape, and stays out of the contract.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 SMS = 132  # streaming multiprocessors of an H100 SXM or H200; a part with fewer just takes more waves
@@ -65,6 +66,14 @@ class Tiles:
         """fp32 accumulators that a consumer thread can hold next to its addresses, without spilling."""
         return min(REGISTERS, 480 // self.warpgroups - 40)
 
+    def halves(self, width: int) -> bool:
+        """Whether leaves of `width` columns end in the middle of a step, so that two of them share it."""
+        return self.k == 64 < width and width % 64 == 32
+
+    def steps(self, width: int) -> int:
+        """Steps of a leaf of `width` columns, of which one is half as wide where they `halves`."""
+        return -(-width // self.k)
+
     def stages(self, other_bytes: int) -> int:
         """Pipeline depth that fits next to `other_bytes` of shared memory."""
         return min(MAX_STAGES, (SMEM - SLACK - other_bytes) // ((self.rows + self.cols) * self.k * 2))
@@ -83,7 +92,10 @@ def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
         return f"{t.split} blocks cannot share {leaves} leaves and {t.n} columns"
     if t.m * t.n // 128 > t.registers:
         return f"accumulators of {t.m} x {t.n} do not fit into the registers of {t.warpgroups} warpgroups"
-    if leaves < 1 or k % leaves or k // leaves % t.k:
+    halves = leaves >= 1 and k % leaves == 0 and t.halves(k // leaves)
+    if halves and (leaves // t.split % 2 or t.parked(leaves // t.split) == (leaves // t.split).bit_length() - 1):
+        return f"no pairs of leaves of {k} / {leaves} share steps of {t.k} in registers"
+    if leaves < 1 or k % leaves or (k // leaves % t.k and not halves):
         return f"a step of {t.k} does not divide a leaf of {k} / {leaves}"
     return ""
 
@@ -91,6 +103,12 @@ def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
 def stride(width: int, most: int = 64) -> int:
     """Columns of one pipeline step, at most `most`, that divide a leaf of this width; 0 where 16 does not."""
     return next((k for k in (128, 64, 32, 16) if k <= most and width % k == 0), 0)
+
+
+def step(width: int, leaves: int, most: int = 64) -> int:
+    """`stride`, or 64 where leaves end in the middle of a step and come in pairs, also in half of the tree."""
+    paired = width % 64 == 32 and width > 64 and leaves % 4 == 0
+    return 64 if paired and most >= 64 else stride(width, most)
 
 
 def share(n: int, tiles: int) -> int:
@@ -103,23 +121,29 @@ def waves(t: int, n: int, rows: int, cols: int) -> int:
     return -(-(-(-t // rows) * -(-n // cols)) // SMS)
 
 
-def by_model(t: int, n: int, most: int, groups: tuple[tuple[int, int], ...] = ((2, 1),)) -> list[tuple[int, int, int]]:
-    """(columns, groups along M, along N) of tiles for x [t, k], weight [n, k], the fastest first by a model.
+def cost(t: int, n: int, m: int, cols: int, down: int, right: int) -> int:
+    """Cycles by a model of x [t, k], weight [n, k], a step of 64 at a time; down x right warpgroups of [m, cols].
 
-    A step of 64 is bound by shared memory: operands come in once and go out to each warpgroup, 128 bytes a cycle (the
-    tensor cores need less up to 256 columns), and no step takes less than 160 cycles. most: columns of a warpgroup.
+    A step is bound by the tensor cores, or by shared memory: operands come in once and go out to each warpgroup, 128
+    bytes a cycle; and no step takes less than 160 cycles.
     """
+    rows_, cols_ = m * down, cols * right
+    out = 4 * down * right * (m // 64) * (2048 + 32 * cols)
+    cycles = max(160, rows_ * cols_ // 32, ((rows_ + cols_) * 128 + out) // 128)
+    if down * right == 1:  # nobody multiplies while it waits or stores
+        cycles = cycles * 5 // 4
+    return waves(t, n, rows_, cols_) * cycles
 
-    def cost(tile: tuple[int, int, int]) -> tuple[int, int]:
-        cols, down, right = tile
-        m, n_ = 64 * down, cols * right
-        out = 4 * down * right * (2048 + 32 * cols)
-        cycles = max(160, ((m + n_) * 128 + out) // 128)
-        if down * right == 1:  # nobody multiplies while it waits or stores
-            cycles = cycles * 5 // 4
-        return waves(t, n, m, n_) * cycles, -m * n_
 
-    return sorted([(c, *g) for g in groups for c in range(16, most + 1, 16)], key=cost)
+def by_model(
+    t: int, n: int, most: int, groups: tuple[tuple[int, int], ...] = ((2, 1),), m: int = 64
+) -> list[tuple[int, int, int]]:
+    """(columns, groups along M, along N) of tiles for x [t, k], weight [n, k], the fastest first by `cost`.
+
+    most: columns of a warpgroup, which has m rows.
+    """
+    options = [(c, *g) for g in groups for c in range(16, most + 1, 16)]
+    return sorted(options, key=lambda o: (cost(t, n, m, *o), -m * o[0] * o[1] * o[2]))
 
 
 def for_column(t: int, n: int, k: int) -> Tiles:
@@ -128,16 +152,24 @@ def for_column(t: int, n: int, k: int) -> Tiles:
         cols, down = share(n, SMS), -(-t // 64)
         if cols > 192:
             return Tiles(64, 128, stride(k), (down, 2 if t <= 64 else 1))
+        if down == 2 and cols < 32:  # the latency of a chain counts: wide steps
+            return Tiles(64, 32, stride(k, 128), (1, 1), snake=1)
+        if down == 2 and (pair := share(n, SMS // 2)) <= 128:
+            return Tiles(64, pair, stride(k), (1, 1), cluster=2, shared="w")
         return Tiles(64, cols, stride(k, 128 if t <= 64 else 64), (down, 1))
     if t <= 256:
         cols, *groups = by_model(t, n, 192, ((2, 1), (1, 1)))[0]
         if waves(t, n, 64 * groups[0], cols) > 1 and t > 192:
             return Tiles(64, cols, stride(k), (2, 1), cluster=2, shared="w")
-        return Tiles(64, cols, stride(k, 128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
-    cols, *_ = by_model(t, n, 256)[0]
-    if t % 256 == 0:
-        return Tiles(64, cols, stride(k), (2, 1), cluster=2, shared="w")
-    return Tiles(64, cols, stride(k), (2, 1))
+        if groups == [1, 1]:
+            return Tiles(64, cols, stride(k, 128 if cols <= 64 else 64), (1, 1), snake=1)
+        return Tiles(64, cols, stride(k), (groups[0], groups[1]))
+    flat, tall = by_model(t, n, 256)[0], by_model(t, n, 192, m=128)[0]
+    if cost(t, n, 128, *tall) < 0.97 * cost(t, n, 64, *flat):
+        return Tiles(128, tall[0], stride(k), (2, 1))
+    if t % 256 == 0 and flat[0] >= 128:  # narrower tiles lose more by going in step with a neighbour
+        return Tiles(64, flat[0], stride(k), (2, 1), cluster=2, shared="w")
+    return Tiles(64, flat[0], stride(k), (2, 1))
 
 
 def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
@@ -145,13 +177,22 @@ def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
     if leaves == 1:
         return for_column(t, n, k)
     width = k // leaves
+    steps = functools.partial(step, width, leaves)
+    tall, halves = -(-t // 128), steps() > stride(width)
+    pair = max(32, min(128, share(n, max(1, SMS // 2 // tall))))  # columns of a tile that two blocks share
     if t <= 64:
-        return Tiles(64, min(96, share(n, SMS)), stride(width, 128), (1, 1))
+        if leaves % 2 == 0 and width >= 768:
+            return Tiles(64, pair, steps(128), (1, 1), split=2)
+        return Tiles(64, min(96, share(n, SMS)), steps(128), (1, 1))
     if t <= 256:
+        if halves and t == 256:  # two blocks to a tile spill
+            return Tiles(64, min(128, share(n, SMS // 4)), 64, (1, 1), cluster=2, shared="w")
+        if leaves % 2 == 0 and width >= 384 * tall and not (halves and tall == 2):
+            return Tiles(64, pair, steps(), (2, 1), split=2)
         cols, *groups = by_model(t, n, 96, ((2, 1), (1, 1)))[0]
-        return Tiles(64, cols, stride(width, 128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
+        return Tiles(64, cols, steps(128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
     cols, *_ = by_model(t, n, 128)[0]
-    return Tiles(64, cols, stride(width), (2, 1))
+    return Tiles(64, cols, steps(), (2, 1))
 
 
 def for_vocabulary(t: int, k: int, emit_logits: bool = False) -> Tiles:

@@ -17,13 +17,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.columns import add_chunks, partials
+from isojax.pallas_kernels.interpretable import let_next_start
 from isojax.pallas_kernels.strips import check_rows, load, store, strips
 
 f32 = jnp.float32
 LINE = 64  # columns of a line: TMA copies a row as lines, since an axis of a copy has at most 256 elements
-STAGES = 2  # rows in flight
 CHUNK = 32  # rows whose weight gradients are added before they leave the chip: part of the order, not tunable
 WIDEST = 1024  # columns that are computed at a time
+NARROW = 2048  # columns up to which a third row in flight pays
 MOST_ROWS = 1 << 17  # sums of groups of chunks have to fit in the shared memory of one block
 
 
@@ -56,6 +57,7 @@ def _gradients(name, x, weight, rstd, cts, zero_centered):
     """x [T, D], weight [D], rstd [T], cts: of y, and where the norm is fused also of h, [T, D] -> dx, dweight."""
     rows, columns = x.shape
     cut = strips(columns, x.dtype, WIDEST)
+    stages = 3 if columns <= NARROW else 2  # rows in flight: measured, and free to change
 
     def body(*refs):
         given, rest = refs[: 1 + len(cts)], refs[1 + len(cts) :]
@@ -81,11 +83,11 @@ def _gradients(name, x, weight, rstd, cts, zero_centered):
             put = lambda: store(dx.at[t], s, value.astype(dx.dtype))
             pl.when(t < rows)(put) if rows % CHUNK else put()
 
-        for i in range(STAGES):
+        for i in range(stages):
             fetch(i, i)
 
         def step(i, dw):
-            slot = lax.rem(i, STAGES)
+            slot = lax.rem(i, stages)
             r = rstd[jnp.minimum(first + i, rows - 1)]  # past the end there are zeros
             plgpu.barrier_wait(arrived.at[slot])
             terms = [read(1, slot, s) * gamma(s) * (read(0, slot, s) * r) for s in cut]
@@ -97,11 +99,13 @@ def _gradients(name, x, weight, rstd, cts, zero_centered):
                 write(first + i, s, read(2, slot, s) + g if len(cts) > 1 else g)
                 d.append(w + ct * hat)
             plgpu.commit_smem()  # the row has been read
-            pl.when(i + STAGES < CHUNK)(lambda: fetch(i + STAGES, slot))
+            pl.when(i + stages < CHUNK)(lambda: fetch(i + stages, slot))
             return tuple(d)
 
         dw = tuple(plgpu.layout_cast(jnp.zeros((s.width,), f32), s.layout) for s in cut)
-        for d, s in zip(lax.fori_loop(0, CHUNK, step, dw), cut, strict=True):
+        dw = lax.fori_loop(0, CHUNK, step, dw)
+        let_next_start()
+        for d, s in zip(dw, cut, strict=True):
             store(partial.at[c], s, d)
 
     chunks = -(-rows // CHUNK)
@@ -111,14 +115,14 @@ def _gradients(name, x, weight, rstd, cts, zero_centered):
         body,
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partials(chunks, columns)),
         scratch_types=(
-            *[plgpu.SMEM((STAGES, *lines[1:]), x.dtype)] * (1 + len(cts)),
-            plgpu.Barrier(num_arrivals=1 + len(cts), num_barriers=STAGES),
+            *[plgpu.SMEM((stages, *lines[1:]), x.dtype)] * (1 + len(cts)),
+            plgpu.Barrier(num_arrivals=1 + len(cts), num_barriers=stages),
         ),
         grid=(chunks,),
         grid_names=("chunk",),
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
     )(x.reshape(lines), *[c.reshape(lines) for c in cts], weight, rstd)
-    return dx, add_chunks(partial, chunks)
+    return dx, *add_chunks((partial, chunks))
 
 
 def _sum(terms, cut):

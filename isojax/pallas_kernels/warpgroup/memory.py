@@ -75,6 +75,32 @@ def _index(x: Any) -> Any:
     return arith.index_cast(ir.IndexType.get(), x.registers.item())
 
 
+def count_used(work: Any) -> jax.Array:
+    """Rows of int32 [n, 2] in GMEM that do not begin with a negative number; they come first."""
+    n = work.shape[0]
+    if interpreting():
+        return jnp.sum(work[:, 0] >= 0, dtype=i32)
+
+    @reg.inline(arg_types=(reg.PLAIN,), return_type=plgpu.ShapeDtypeStruct((), i32, layout=reg.SCALAR))
+    def run(_, ref):
+        i32_type, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
+        lane, total = arith.andi(reg.thread(), reg.integer(31)), reg.integer(0)
+        base = utils.memref_ptr(ref)
+        for first in range(0, n, 32):  # every warp counts for itself
+            row = arith.addi(lane, reg.integer(first))
+            there = arith.minsi(row, reg.integer(n - 1))
+            at = utils.getelementptr(base, [arith.extsi(i64, arith.muli(there, reg.integer(2)))], i32_type)
+            used = arith.cmpi(arith.CmpIPredicate.sge, llvm.load(i32_type, at), reg.integer(0))
+            counts = arith.andi(used, reg.below(row, reg.integer(n)))
+            total = arith.addi(total, arith.extui(i32_type, counts))
+        total = llvm.inline_asm(
+            i32_type, [total], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True, asm_dialect=0
+        )
+        return mgpu.FragmentedArray.splat(total, (), is_signed=True)
+
+    return run(work)
+
+
 def put_rows(values: jax.Array, ref: Any, start, head, valid, heads, tile: int) -> None:
     """ref[start + r, head + h] = values[h tile + r], for r < valid and h < heads. ref: fp32 [T, H] in GMEM."""
     if interpreting():

@@ -1,6 +1,7 @@
-"""A sum kept in SMEM, fp32 [panels x 64 x 64] of one warpgroup: only the thread that put a register there gets it back.
+"""Kept in SMEM: a sum, fp32 [panels x 64 x 64] of one warpgroup, and rows [64] beside it.
 
-Its order is that of the threads, so nothing but `fold` can read it.
+Only the thread that put a register there gets it back. The order is that of the threads, so nothing but these functions
+can read it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,33 @@ def put(ref: Any, acc: Sequence[jax.Array]) -> None:
     run(ref, *acc)
 
 
+def keep_rows(ref: Any, a: jax.Array, b: jax.Array) -> None:
+    """Keep rows a and b [64] in `ref`, fp32 [128]; `kept_rows` gives them back. Threads of a row write the same."""
+    if interpreting():
+        ref[:64], ref[64:] = a, b
+        return
+
+    @reg.inline(arg_types=(reg.PLAIN, reg.ROW, reg.ROW))
+    def run(_, smem, *rows):
+        utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)  # what was there has been read
+        _store4([x for row in rows for x in reg.scalars(row)], _of_row(smem))
+        utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True)
+
+    run(ref, a, b)
+
+
+def kept_rows(ref: Any) -> tuple[jax.Array, jax.Array]:
+    if interpreting():
+        return ref[:64], ref[64:]
+
+    @reg.inline(arg_types=(reg.PLAIN,), return_type=(reg.ROW_OUT, reg.ROW_OUT))
+    def run(_, smem):
+        a, b, c, d = _load4(_of_row(smem))
+        return tuple(reg.value(np.array(two, object)) for two in ((a, b), (c, d)))
+
+    return run(ref)
+
+
 def fold(sums: Any, old: jax.Array, acc: Sequence[jax.Array], new: jax.Array, *, keep: bool) -> tuple[jax.Array, ...]:
     """old times what is in `sums`, plus new times acc (panels), the second product rounded, the sum fused.
 
@@ -55,9 +83,11 @@ def fold(sums: Any, old: jax.Array, acc: Sequence[jax.Array], new: jax.Array, *,
         a, b = reg.scalars(old_row), reg.scalars(new_row)
         x = np.concatenate([reg.scalars(part) for part in accs])
         slots = _slots(smem[0], len(x)) if smem else [None] * len(x)
-        for first in range(0, len(x), 4):
-            some = range(first, first + 4)
-            before = [[reg.constant(0.0)] * 4 if slots[i] is None else _load4(slots[i]) for i in some]
+        groups = [range(first, first + 4) for first in range(0, len(x), 4)]
+        load = lambda some: [[reg.constant(0.0)] * 4 if slots[i] is None else _load4(slots[i]) for i in some]
+        following = load(groups[0])
+        for some, later in zip(groups, (*groups[1:], ()), strict=True):
+            before, following = following, load(later)  # a group ahead of its use
             for i, four in zip(some, before, strict=True):
                 for (half, e), t in zip(np.ndindex(2, 2), four, strict=True):
                     x[i, half, e] = math.fma(t, a[half], arith.mulf(x[i, half, e], b[half]))
@@ -66,6 +96,13 @@ def fold(sums: Any, old: jax.Array, acc: Sequence[jax.Array], new: jax.Array, *,
         return () if keep else tuple(reg.value(part) for part in np.split(x, count))
 
     return run(tuple(acc), old, new, *refs)
+
+
+def _of_row(ref: Any) -> Any:
+    """Address of the 16 bytes that the four threads of a row share."""
+    first = arith.muli(arith.shrui(reg.thread(), reg.integer(2)), reg.integer(4))
+    wide = arith.extui(ir.IntegerType.get_signless(64), first)
+    return utils.getelementptr(utils.memref_ptr(ref), [wide], ir.F32Type.get())
 
 
 def _slots(ref: Any, count: int) -> list[Any]:

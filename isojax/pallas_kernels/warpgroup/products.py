@@ -102,12 +102,15 @@ def pin(values: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
 
 
 def _held(values: Sequence[jax.Array], wait: Callable[[], Any]) -> tuple[jax.Array, ...]:
-    """`values` [64, n], of which nothing is used before `wait` nor computed after it."""
+    """`values` [64, n] or [64], of which nothing is used before `wait` nor computed after it."""
     values = tuple(values)
     if interpreting():
         return values
 
-    @reg.inline(arg_types=(reg.ACC,) * len(values), return_type=tuple(reg.acc(v.shape[1]) for v in values))
+    types = tuple(reg.ROW if v.ndim == 1 else reg.ACC for v in values)
+    returns = tuple(reg.ROW_OUT if v.ndim == 1 else reg.acc(v.shape[1]) for v in values)
+
+    @reg.inline(arg_types=types, return_type=returns)
     def run(_, *args):
         wait()
         out = mgpu.fragmented_array.optimization_barrier(*args)

@@ -55,50 +55,105 @@ def visible(scores: jax.Array, last: jax.Array, tile: int) -> jax.Array:
     return run(scores, last)
 
 
-def weigh(scores: jax.Array, m: jax.Array, den: jax.Array, factor: float, anew: jax.Array) -> tuple[jax.Array, ...]:
-    """One step of the online softmax in base 2: scores [64, n], m [64], den [64] -> p [64, n], m, den, alpha [64].
+def weigh_first(scores: jax.Array, m: jax.Array, factor: float, anew: jax.Array) -> tuple[jax.Array, ...]:
+    """One step of the online softmax in base 2, first half: scores [64, n], m [64] -> x [64, n], m, alpha [64].
 
-    m: running maximum of the scores times `factor`, rounded. p = 2^(scores factor - m), the exponent rounded once.
-    den: running sum of p; on a GPU each of the four threads of a row holds that of its own columns (see row_sum).
-    anew: whether this is the first step: m is then taken as LOWEST, so that alpha is 0 and what den held is dropped.
+    m: running maximum of the scores times `factor`, rounded. x: p = 2^(scores factor - m), the exponent rounded once,
+    in the rows of half 0 (see `registers`); the scores in the others.
+    anew: whether this is the first step: m is then taken as LOWEST, so that alpha, the factor of what was summed
+    before, is 0.
     """
     n = scores.shape[1]
     if interpreting():
         m = jnp.where(anew, LOWEST, m)
         top = jnp.maximum(m, scores.max(1) * f32(factor))
-        alpha, p = jnp.exp2(m - top), jnp.exp2(scores * f32(factor) - top[:, None])
-        return p, top, den * alpha + p.sum(1), alpha
+        return scores, top, jnp.exp2(m - top)
 
-    @reg.inline(
-        arg_types=(reg.ACC, reg.ROW, reg.ROW, reg.SCALAR),
-        return_type=(reg.acc(n), reg.ROW_OUT, reg.ROW_OUT, reg.ROW_OUT),
-    )
-    def run(_, s, m_row, den_part, first):
-        x, sums = reg.scalars(s), reg.scalars(den_part)
+    @reg.inline(arg_types=(reg.ACC, reg.ROW, reg.SCALAR), return_type=(reg.acc(n), reg.ROW_OUT, reg.ROW_OUT))
+    def run(_, s, m_row, first):
+        x = reg.scalars(s)
         c, lowest = reg.constant(factor), reg.constant(LOWEST)
         before = reg.each(lambda m: arith.select(first.registers.item(), lowest, m), reg.scalars(m_row))
-        tops, alphas, lows = np.empty(2, object), np.empty(2, object), np.empty(2, object)
+        tops, alphas = np.empty(2, object), np.empty(2, object)
         for half in range(2):
-            pair = [x[0, half, 0], x[0, half, 1]]
-            for i in range(1, x.shape[0]):
-                pair = [arith.maxnumf(a, x[i, half, e]) for e, a in enumerate(pair)]
-            top = reg.over_quad(arith.maxnumf, arith.maxnumf(*pair))
-            tops[half] = arith.maxnumf(before[half], arith.mulf(top, c))
+            tops[half] = _largest(x, half)
+        for half in range(2):
+            tops[half] = arith.maxnumf(before[half], arith.mulf(tops[half], c))
             alphas[half] = reg.exp2(arith.subf(before[half], tops[half]))
-            lows[half] = arith.negf(tops[half])
-        total = np.empty((2, 2), object)
-        for i, half, e in np.ndindex(*x.shape):
-            x[i, half, e] = reg.exp2(math.fma(x[i, half, e], c, lows[half]))
-            total[half, e] = x[i, half, e] if i == 0 else arith.addf(total[half, e], x[i, half, e])
-        for half in range(2):
-            sums[half] = math.fma(sums[half], alphas[half], arith.addf(total[half, 0], total[half, 1]))
-        return reg.value(x), reg.value(tops), reg.value(sums), reg.value(alphas)
+        _exponentials(x, 0, c, tops[0])
+        return reg.value(x), reg.value(tops), reg.value(alphas)
+
+    return run(scores, m, jnp.asarray(anew))
+
+
+def weigh_second(x: jax.Array, m: jax.Array, den: jax.Array, alpha: jax.Array, factor: float) -> tuple[jax.Array, ...]:
+    """Second half: what `weigh_first` gave, and den [64] -> p [64, n], den.
+
+    den: running sum of p; on a GPU each of the four threads of a row holds that of its own columns (see row_sum).
+    """
+    n = x.shape[1]
+    if interpreting():
+        p = jnp.exp2(x * f32(factor) - m[:, None])
+        return p, den * alpha + p.sum(1)
+
+    @reg.inline(arg_types=(reg.ACC, *[reg.ROW] * 3), return_type=(reg.acc(n), reg.ROW_OUT))
+    def run(_, s, *rows):
+        x, (tops, sums, alphas) = reg.scalars(s), map(reg.scalars, rows)
+        _exponentials(x, 1, reg.constant(factor), tops[1])
+        sums = np.array([_added(x, half, sums[half], alphas[half]) for half in range(2)], object)
+        return reg.value(x), reg.value(sums)
+
+    return run(x, m, den, alpha)
+
+
+def weigh_few(scores: jax.Array, m: jax.Array, den: jax.Array, factor: float, anew: jax.Array) -> tuple[jax.Array, ...]:
+    """Both halves -> p, m, den, alpha, where only the first 8 rows matter: on a GPU those of half 1 are left alone."""
+    if interpreting():
+        x, top, alpha = weigh_first(scores, m, factor, anew)
+        p, den = weigh_second(x, top, den, alpha, factor)
+        return p, top, den, alpha
+    n = scores.shape[1]
+
+    @reg.inline(arg_types=(reg.ACC, reg.ROW, reg.ROW, reg.SCALAR), return_type=(reg.acc(n), *[reg.ROW_OUT] * 3))
+    def run(_, s, m_row, den_part, first):
+        x, tops, sums = map(reg.scalars, (s, m_row, den_part))
+        c = reg.constant(factor)
+        before = arith.select(first.registers.item(), reg.constant(LOWEST), tops[0])
+        tops[0] = arith.maxnumf(before, arith.mulf(_largest(x, 0), c))
+        alpha = reg.exp2(arith.subf(before, tops[0]))
+        _exponentials(x, 0, c, tops[0])
+        sums[0] = _added(x, 0, sums[0], alpha)
+        return *map(reg.value, (x, tops, sums)), reg.value(np.array([alpha, reg.constant(1.0)], object))
 
     return run(scores, m, den, jnp.asarray(anew))
 
 
+def _largest(x: np.ndarray, half: int) -> Any:
+    """Of a row."""
+    chains = list(x[:2, half].flat)  # four, as each step waits for the one before it
+    for i in range(2, x.shape[0], 2):
+        chains = [arith.maxnumf(a, b) for a, b in zip(chains, x[i : i + 2, half].flat, strict=True)]
+    a, b, c, d = chains
+    return reg.over_quad(arith.maxnumf, arith.maxnumf(arith.maxnumf(a, b), arith.maxnumf(c, d)))
+
+
+def _added(x: np.ndarray, half: int, den: Any, alpha: Any) -> Any:
+    """den at the new maximum, with this thread's weights of a row."""
+    total = x[0, half].copy()
+    for i, e in np.ndindex(x.shape[0], 2):
+        total[e] = x[i, half, e] if i == 0 else arith.addf(total[e], x[i, half, e])
+    return math.fma(den, alpha, arith.addf(total[0], total[1]))
+
+
+def _exponentials(x: np.ndarray, half: int, factor: Any, top: Any) -> None:
+    """In place, on the rows of one half."""
+    low = arith.negf(top)
+    for i, e in np.ndindex(x.shape[0], 2):
+        x[i, half, e] = reg.exp2(math.fma(x[i, half, e], factor, low))
+
+
 def row_sum(den: jax.Array) -> jax.Array:
-    """The sums of a row's four threads added by one tree: `weigh`'s den as a value like any other. [64] -> [64]."""
+    """The sums of a row's four threads added by one tree: `weigh_second`'s den as any other value. [64] -> [64]."""
     if interpreting():
         return den
 

@@ -8,12 +8,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+import typer
 
+from bridges import bars
 from bridges.megatron import flash, model
-from bridges.megatron.bench import compare, parity, side
+from bridges.megatron.bench import command, compare, parity, side
 from bridges.megatron.bench.step import PHASES
-from bridges.megatron.bench.workload import TINY, Workload, flops, lengths, micro_batches
-from isojax.errors import InputError, Unavailable
+from bridges.megatron.bench.workload import Workload, flops, lengths, micro_batches
+from bridges.models import MODELS
+from isojax.errors import InputError, IsoError
 from isojax.model import weights
 
 WORK = Workload("tiny", tokens=128, sequences=4, steps=1, warmup=1, parity=1)
@@ -22,7 +25,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def found():
-    return {name: side.measure(name, WORK) for name in side.SIDES}
+    return {name: side.measure(name, WORK, budget=True) for name in side.SIDES}
 
 
 def test_both_sides_take_the_same_steps(found):
@@ -43,7 +46,40 @@ def test_the_table(found):
     used = found["stock"]["flops"] / 1e-3 / compare.PEAK_FLOPS["H200"] * 100
     assert table["model FLOPs utilisation"]["stock"] == round(used, 2)
     assert table["mismatch with the engine"]["isojax"].startswith("0 of ")
-    assert "peak memory" not in {row["what"] for row in compare.rows(found)}, "nothing was measured on CPU"
+    here = {row["what"]: row for row in compare.rows(found)}
+    assert "peak memory" not in here and here["step"]["bar"] == "", "nothing that was measured on CPU is a claim"
+
+
+def test_the_budget_has_every_region_of_our_step(found):
+    assert "budget" not in found["stock"]
+    rows = found["isojax"]["budget"]
+    calls = {name: sum(r["calls a step"] for r in rows if r["region"] == name) for name in {r["region"] for r in rows}}
+    layers = MODELS["tiny"].layers
+    assert calls["attn.core"] == calls["attn.core_bwd"] == layers and calls["head.logprob"] == 1
+    assert calls["linear.column"] == calls["linear.row"] == 2 * layers and calls["embed.lookup_bwd"] == 1
+    assert all(r["us"] > 0 for r in rows) and rows == sorted(rows, key=lambda r: -r["ms a step"])
+
+
+def test_strict_wants_bars_that_are_met(found):
+    assert "no bar was judged" in bars.unmet(compare.rows(found))
+    gpu = {name: dict(found[name], device="NVIDIA H200", peak_gib=2.0, step_ms=1.0) for name in side.SIDES}
+    assert bars.unmet(compare.rows(gpu)) == ""
+    gpu["isojax"] |= dict(step_ms=1.2)
+    assert bars.unmet(compare.rows(gpu)) == "missed: step"
+    bars.require(compare.rows(gpu), strict=False)
+    with pytest.raises(typer.Exit):
+        bars.require(compare.rows(gpu), strict=True)
+
+
+def test_the_command_in_json_says_where_it_ran(found, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "run", lambda *_: found)
+    command.trainer("tiny", steps=1, warmup=1, as_json=True)
+    out = json.loads(capsys.readouterr().out)
+    assert out["machine"]["versions"]["megatron-core"] and out["machine"]["date"] and "driver" in out["machine"]
+    with pytest.raises(typer.Exit):
+        command.trainer("tiny", strict=True)
+    command.trainer("tiny", budget=True)
+    assert "attn.core_bwd" in capsys.readouterr().out
 
 
 def test_control_an_altered_weight_is_seen():
@@ -83,18 +119,20 @@ def test_workload():
     assert sum(lens) == 8192 and min(lens) >= 2 and max(lens) > 2 * min(lens)
     one, two = (micro_batches(WORK, 512, 2, CPU) for _ in range(2))
     assert torch.equal(one[1].tokens, two[1].tokens) and one[0].sequences != one[1].sequences
-    c, batch = TINY, one[0]
+    c, batch = MODELS["tiny"], one[0]
     matmuls = c.layers * c.hidden * (c.qkv_width + c.heads * c.head_dim + 3 * c.intermediate) + c.vocab * c.hidden
     assert flops(c, batch) > 6 * 128 * matmuls
     with pytest.raises(InputError, match="tokens = 0; give at least 1"):
         Workload("tiny", tokens=0).config("float32")
     with pytest.raises(InputError, match="8 sequences in 9 tokens"):
         Workload("tiny", tokens=9).config("float32")
+    with pytest.raises(InputError, match="3 layers of a model of 2"):
+        Workload("tiny", layers=3).config("float32")
 
 
 def test_a_side_that_fails_is_no_figure(monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(Unavailable, match="stock trainer failed with exit code 1"):
+    with pytest.raises(IsoError, match="stock ended with code 1"):
         compare.run(WORK)
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bridges.megatron.bench.workload import TINY
 from bridges.megatron.rows import RowFinder, rows_for
 from bridges.megatron.score import packed
+from bridges.models import MODELS
 
 
 def find(lens, slot=1):
     tokens, _, packing = packed([[1] * n for n in lens], slot)
-    return RowFinder(TINY, "cpu").find((tokens.shape[1], 1), torch.device("cpu"), packed_seq_params=packing)
+    return RowFinder(MODELS["tiny"], "cpu").find((tokens.shape[1], 1), torch.device("cpu"), packed_seq_params=packing)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_at_most_an_eighth_is_padding(arch, quantum):
 def test_every_row_is_in_a_sequence_that_attention_computes(arch, lens):
     """attn.core leaves rows unspecified that no tile covers; a gradient would multiply such a NaN by zero."""
     tokens, _, packing = packed([[1] * n for n in lens])
-    rows = RowFinder(TINY, arch).find((tokens.shape[1], 1), torch.device("cpu"), packed_seq_params=packing)
+    rows = RowFinder(MODELS["tiny"], arch).find((tokens.shape[1], 1), torch.device("cpu"), packed_seq_params=packing)
     b = rows.batch
     cu, seen = b.cu_q.tolist(), torch.zeros(rows.padded, dtype=torch.int64)
     for request, first in b.work.tolist():

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import typer
 from typer.testing import CliRunner
 
+from bridges import bars, process
 from bridges.vllm.bench import compare
 from bridges.vllm.bench.command import engine
-from bridges.vllm.bench.workload import Workload
+from bridges.vllm.bench.workload import Workload, checkpoint
 from isojax.errors import InputError, IsoError
+from isojax.model.config import load_config
 
 
 def test_a_workload_is_the_same_in_every_process(tmp_path):
@@ -28,6 +33,18 @@ def test_a_workload_is_the_same_in_every_process(tmp_path):
         (Workload("qwen4"), "unknown"),
         (Workload("tiny", steps=(), requests=0), "nothing to measure"),
         (Workload("tiny", context=100), "context"),
+        (Workload("tiny", steps=(), context=1279), "requests of 1280 tokens"),
+        (Workload("tiny", steps=(), requests=0, check=0, context=1), "nothing to measure"),
+        (
+            Workload("tiny", steps=((1, 1),), requests=0, decode=1, context=315),
+            "requests of 316 tokens",
+        ),  # of the check
+        (Workload("tiny", steps=((0, 8),)), "0x8"),
+        (Workload("tiny", steps=((257, 8),)), "1 to 256 sequences"),  # the rest would wait, and be timed as steps
+        (Workload("tiny", steps=((1, 0),)), "1x0"),
+        (Workload("tiny", check=5), "give 0 to 4"),
+        (Workload("tiny", layers=3), "3 layers"),
+        (Workload("tiny", utilization=0.0), "share of 0.0"),
     ],
 )
 def test_a_workload_that_measures_nothing_is_refused(work, why):
@@ -39,7 +56,9 @@ def side(name: str, step: float, tokens: float) -> dict:
     steps = [dict(sequences=1, prompt=128, prefill_ms=4.0, step_ms=step)]
     batch = dict(requests=8, tokens=800, s=800 / tokens, tokens_per_s=tokens)
     memory = dict(kv_cache=0.0, weights=100.0, activation=10.0, reserved=0.0)
-    return dict(side=name, steps=steps, batch=batch, start_s=20.0, memory=memory)
+    kernels = dict(iso_start_s={"contract": 1.0, "kernels to profile": 3.0, "kernels": 8.5, "graphs and warm-up": 30.0})
+    kernels |= dict(iso_kernels=dict(kept=0, compiled=150))
+    return dict(side=name, device="NVIDIA H200", steps=steps, batch=batch, start_s=20.0, memory=memory) | kernels
 
 
 def test_ratios_are_our_time_over_stocks():
@@ -47,17 +66,64 @@ def test_ratios_are_our_time_over_stocks():
     by = {row["what"]: row["ratio"] for row in table}
     assert by["decode step, 1 x 128, ms"] == 1.5 and by["8 requests, tokens/s"] == 2.0
     assert by["weights and activations, MiB"] == 1.0
+    assert [row["bar"][9:] for row in table] == ["MISSED", "met", "MISSED", "", "met", "met"]
+    assert bars.unmet(table) == "missed: decode step, 1 x 128, ms, missed: 8 requests, tokens/s"
 
 
-def test_a_process_that_fails_shows_the_end_of_its_log(tmp_path):
+@pytest.mark.parametrize(
+    ("kept", "compiled", "what", "bar"),
+    [
+        (0, 150, "start: kernels, cold, s", "<= 90 s: met"),
+        (150, 0, "start: kernels, warm, s", "<= 10 s: MISSED"),
+        (149, 1, "start: kernels, 149 of 150 kept, s", ""),
+    ],
+)
+def test_a_start_is_judged_by_what_was_kept(kept, compiled, what, bar):
+    ours = side("isojax", 2.0, 1000) | dict(iso_kernels=dict(kept=kept, compiled=compiled))
+    [row] = [r for r in compare.rows(dict(stock=side("stock", 2.0, 1000), isojax=ours)) if "kernels" in r["what"]]
+    assert (row["what"], row["isojax"], row["bar"]) == (what, 11.5, bar)
+
+
+def test_nothing_is_judged_without_a_gpu():
+    here = {name: side(name, 2.0, 1000) | dict(device="cpu", iso_start_s={"contract": 1.0}) for name in compare.SIDES}
+    table = compare.rows(here)
+    assert not any(row["bar"] or "kernels" in row["what"] for row in table)
+    assert "no bar was judged" in bars.unmet(table)
+
+
+def test_the_command_in_json_says_where_it_ran(tmp_path, monkeypatch):
+    found = {name: side(name, 3.0 if name == "isojax" else 2.0, 1000) for name in compare.SIDES}
+    monkeypatch.setattr(compare, "run", lambda *_: found)
+    app = typer.Typer()
+    app.command()(engine)
+    args = ["--model", "tiny", "--check", "0", "--folder", str(tmp_path), "--json"]
+    done = CliRunner().invoke(app, args)
+    machine = json.loads(done.stdout)["machine"]
+    assert done.exit_code == 0 and machine["versions"]["torch"] and machine["date"] and "driver" in machine
+    strict = CliRunner().invoke(app, [*args, "--strict"])
+    assert strict.exit_code == 1 and "missed: decode step" in strict.stderr
+
+
+def test_a_checkpoint_is_of_the_named_model(tmp_path):
+    work = Workload("tiny", layers=1)
+    assert load_config(checkpoint(work, tmp_path / "model")) == work.config
+
+
+def test_a_process_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
     with pytest.raises(IsoError, match="(?s)stock ended with code 1.*No module named"):
-        compare._process(tmp_path, "stock", ["bridges.vllm.bench.nowhere"], {})
+        process.run("stock", ["bridges.vllm.bench.nowhere"], tmp_path / "log")
+    monkeypatch.setattr(process, "SECONDS", 0.1)
+    with pytest.raises(IsoError, match="stock was ended after 0.1 s"):
+        process.run("stock", ["http.server", "0"], tmp_path / "log")
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    with compare._alone(tmp_path), pytest.raises(InputError, match="another .*--folder"):
+        compare.run(Workload("tiny"), tmp_path, print)
 
 
 def test_bad_pairs_are_one_sentence():
-    import typer
-
     app = typer.Typer()
     app.command()(engine)
-    result = CliRunner().invoke(app, ["--steps", "1-128"])
+    result = CliRunner().invoke(app, ["--model", "tiny", "--steps", "1-128"])
     assert isinstance(result.exception, InputError) and "1x128" in str(result.exception)

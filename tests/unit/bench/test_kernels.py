@@ -12,10 +12,11 @@ from isojax.bench.bars import BARS, covering
 from isojax.bench.compile import Job, prepare
 from isojax.bench.result import Machine, Row
 from isojax.bench.sections import sections
-from isojax.errors import RegionError, Unavailable
+from isojax.errors import InputError, RegionError, Unavailable
 from isojax.gates.bench import (
     BenchCase,
     BenchResult,
+    Empty,
     FarFromPeer,
     Operand,
     Peer,
@@ -42,6 +43,19 @@ def test_choose():
         kernels.choose([], "nothing")
     with pytest.raises(RegionError, match="no region"):
         kernels.choose(["norms.rsm"])
+
+
+def test_cases_that_no_report_can_hold_are_refused_before_they_are_measured(monkeypatch):
+    region, plain = lookup("norms.rms"), BenchCase("a", (), bytes=1, at={"M": 64})
+    monkeypatch.setattr(region, "bench", lambda: [plain, plain])
+    with pytest.raises(RegionError, match="two bench cases are norms.rms/a"):
+        kernels.choose(["norms.rms"])
+    monkeypatch.setattr(region, "bench", lambda: [plain, dataclasses.replace(plain, name="b")])
+    with pytest.raises(InputError, match="norms.rms/a and norms.rms/b are one place"):
+        kernels.choose(["norms.rms"])
+    for wrong in (dict(bytes=0), dict(flops=-1), dict(at={"M": 0})):
+        with pytest.raises(RegionError, match="bench case 'a': given"):
+            dataclasses.replace(plain, **wrong)
 
 
 def test_cases_have_a_place_of_their_own():
@@ -128,6 +142,18 @@ def test_a_wrong_kernel_is_not_timed(wrong):
         measure_case(lookup("norms.rms"), CASE, wrong, Watch(), 1.0, 1.0)  # pyright: ignore
 
 
+@pytest.mark.parametrize("case", [dict(peer=None), dict(comparable=False)])
+def test_a_kernel_that_is_compared_with_nothing_has_to_compute_something(case):
+    case, region = dataclasses.replace(CASE, **case), lookup("norms.rms")
+    measure_case(region, case, lambda x: (x, x.int()), Watch(), 1.0, 1.0)  # pyright: ignore
+    for run, why in (
+        (lambda x: (x, x * torch.nan), "output 1 holds NaN"),
+        (lambda x: (torch.zeros_like(x),), "output 0 is all zero"),
+    ):
+        with pytest.raises(Empty, match=f"norms.rms/tiny: {why}"):
+            measure_case(region, case, run, Watch(), 1.0, 1.0)  # pyright: ignore
+
+
 def test_distance():
     x = torch.randn(8, 4)
     assert distance(torch, (x, x), x) == 0.0
@@ -136,6 +162,9 @@ def test_distance():
     assert distance(torch, (x, 2 * x), (x, x)) == pytest.approx(1.0)
     with pytest.raises(RegionError, match="comparable=False"):
         distance(torch, (x,), torch.cat([x, x]))
+    for other in ((), (x, x)):  # nothing to compare, or nothing to compare it with
+        with pytest.raises(RegionError, match=f"the peer has {len(other)} outputs, ours 1"):
+            distance(torch, (x,), other)
 
 
 def test_summary():

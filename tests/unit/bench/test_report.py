@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -37,7 +38,7 @@ def report():
     rows += [made("attn.core", 1.0, model="Qwen3-8B", at={"sequences": s, "context": 1024}) for s in (1, 64)]
     rows += [made("attn.core", 0.5, model="Qwen3-8B", at={"length": 2048})]
     rows += [made("toy.scale", 3.0), Row(region="norms.rms", case="M64", at={"M": 64}, error="Unsupported: a | b <c>")]
-    return Report(machine=MACHINE, seconds={"compile": 1.0}, rows=tuple(rows))
+    return Report(machine=MACHINE, seconds={"compile": 1.0, "measure": 2.0}, rows=tuple(rows))
 
 
 def test_json_there_and_back(report, tmp_path):
@@ -58,6 +59,41 @@ def test_foreign_files_are_refused(report, tmp_path, change):
     (tmp_path / "r.json").write_text("{")
     with pytest.raises(InputError, match="JSON"):
         load(tmp_path / "r.json")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"us": 0.0}, {"us": -1.0}, {"us": math.nan}, {"peer_us": 0.0}, {"peer_us": math.inf}, {"at": {"M": 0}},
+        {"us": None}, {"error": "a time and an error"}, {"bytes_us": -1.0},
+    ],
+)  # fmt: skip
+def test_edited_figures_are_refused(report, tmp_path, change):
+    report.save(tmp_path / "r.json")
+    plain = json.loads((tmp_path / "r.json").read_text())
+    plain["rows"][0] |= change
+    (tmp_path / "r.json").write_text(json.dumps(plain))
+    with pytest.raises(InputError, match="rows.0.*isojax bench kernels --json"):
+        load(tmp_path / "r.json")
+
+
+def test_a_file_says_what_it_is(report, tmp_path):
+    report.save(tmp_path / "r.json")
+    plain = json.loads((tmp_path / "r.json").read_text())
+    (tmp_path / "r.json").write_text(json.dumps({k: v for k, v in plain.items() if k != "schema"}))
+    with pytest.raises(InputError, match="it has no schema"):
+        load(tmp_path / "r.json")
+
+
+def test_a_run_that_did_not_end_is_called_so(report):
+    assert "UNFINISHED" not in markdown.render(report)
+    partial = report.model_copy(update={"seconds": {"compile": 1.0}})
+    assert f"UNFINISHED: the run ended after {len(report.rows)} cases" in markdown.render(partial)
+
+
+def test_a_region_of_any_name_stays_in_its_folder(report):
+    [section] = sections([made("../up", 1.0, at={"M": 1})])[0]
+    assert "/" not in section.slug
 
 
 def test_sections_have_a_line_per_model_and_decode_a_table_per_model(report):
@@ -142,7 +178,7 @@ def test_kernels_command_without_the_gpu_part(report, tmp_path, monkeypatch, com
 
     file = tmp_path / "r.json"
     monkeypatch.setattr(kernels, "run", run)
-    monkeypatch.setattr(doctor, "require_sm90", lambda: None)
+    monkeypatch.setattr(doctor, "require_sm90", lambda *_: None)
     args = ("kernels", "mlp.swiglu", "--match", "MiMo.*M64 ", "--workers", 3)
     code, _ = command(*args, "--json", file, "--html", tmp_path / "r.html", "--markdown", tmp_path / "r.md")
     assert code == 1  # a case failed
@@ -153,10 +189,27 @@ def test_kernels_command_without_the_gpu_part(report, tmp_path, monkeypatch, com
     assert command("kernels", "no.region")[0] == 2
     seen.clear()
     (tmp_path / "mine.md").write_text("somebody's page")
-    for bad in (["--match", "("], ["--json", tmp_path / "no" / "r.json"], ["--markdown", tmp_path / "mine.md"]):
+    for bad in (
+        ["--match", "("], ["--json", tmp_path / "no" / "r.json"], ["--markdown", tmp_path / "mine.md"],
+        ["--html", tmp_path], ["--plots", file, "--markdown", tmp_path / "new.md"],
+    ):  # fmt: skip
         code, out = command(*args[:2], *bad)
         assert code == 2 and str(bad[1]) in out.err
     assert not seen  # refused before anything ran
+
+
+def test_strict_wants_a_run_that_judged_something(report, tmp_path, command):
+    file = tmp_path / "r.json"
+    good = report.model_copy(update={"rows": report.rows[1:2]})
+    good.save(file)
+    assert command("show", file, "--strict")[0] == 0
+    good.model_copy(update={"seconds": {"compile": 1.0}}).save(file)
+    code, out = command("show", file, "--strict")
+    assert code == 1 and "the run ended after 1 cases" in out.err
+    report.model_copy(update={"rows": report.rows[-2:-1]}).save(file)  # toy.scale: no bar is for it
+    assert command("show", file)[0] == 0
+    code, out = command("show", file, "--strict")
+    assert code == 1 and "no case that ran answers to a bar" in out.err
 
 
 def test_dry_command(monkeypatch, command):
@@ -164,6 +217,8 @@ def test_dry_command(monkeypatch, command):
     code, out = command("kernels", "mlp.swiglu", "--match", "MiMo.*M64 ", "--dry")
     assert code == 0 and "1 of 1 cases lowered, 2 kernels" in out.out
     monkeypatch.setattr(kernels, "compiled", lambda *_: ({}, {Job("mlp.swiglu", "x"): "boom"}))
+    code, out = command("kernels", "--dry", "--json", "r.json")
+    assert code == 2 and "nothing for --json" in out.err
     code, out = command("kernels", "mlp.swiglu", "--match", "MiMo.*M64 ", "--dry")
     assert code == 1 and "mlp.swiglu/x: boom" in out.err
 
@@ -176,7 +231,11 @@ def test_show_command(report, tmp_path, command):
     assert (tmp_path / "r.html").exists()
     report.model_copy(update={"rows": report.rows[:-1]}).save(file)
     assert command("show", file, "--brief")[0] == 0
-    assert command("show", file, "--brief", "--strict")[0] == 1
+    code, out = command("show", file, "--brief", "--strict")
+    assert code == 1 and "missed: linear.column, M >= 1024" in out.err
     code, out = command("show", file, "--plots", tmp_path)
     assert code == 2 and "--markdown" in out.err
     assert command("show", tmp_path / "none.json")[0] == 2
+    report.model_copy(update={"rows": (report.rows[0], report.rows[0])}).save(file)
+    code, out = command("show", file)
+    assert code == 2 and not out.out and "one place" in out.err

@@ -128,6 +128,18 @@ def test_donated_put_writes_in_place():
     assert got[0].data_ptr() == flat[0].data_ptr() and same(flat[:1], want[:1])
 
 
+def test_an_index_is_widened_once_for_all_layers():
+    def layers(a, b, slots, new):
+        return put(a, slots, new), put(b, slots, new), slots.reshape(4, 4)
+
+    specs = CACHE[0], CACHE[0], CACHE[1], CACHE[2]
+    cache, slots, new, _ = cache_args()
+    compiled = compile_program(trace(layers, *specs), arch="cpu", donate=(0, 1))
+    got = compiled(*map(torch_of, (cache, cache, slots, new)))
+    assert same(got, jax.jit(layers)(cache, cache, slots, new))
+    assert compiled.source.count("long(") == 1, compiled.source
+
+
 def test_inference_mode():
     with torch.inference_mode():
         flat = list(map(torch_of, cache_args()))

@@ -1,0 +1,30 @@
+"""Bars of whole runtimes: the column `bar` of a table says what is asked of a row, and whether it is met."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import typer
+
+MISSED = "MISSED"
+
+
+def verdict(asked: str, met: bool) -> str:
+    """The cell of a row that is judged; one that is not has ''."""
+    return f"<= {asked}: {'met' if met else MISSED}"
+
+
+def unmet(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Why a table does not show that the bars are met, or ''."""
+    judged = [r for r in rows if r["bar"]]
+    if not judged:
+        return "no bar was judged: figures of a machine without a GPU are no claim"
+    return ", ".join(f"missed: {r['what']}" for r in judged if r["bar"].endswith(MISSED))
+
+
+def require(rows: Iterable[Mapping[str, Any]], strict: bool) -> None:
+    """What a command's --strict asks: ends it with exit code 1, and a reason, unless the bars are met."""
+    if strict and (why := unmet(rows)):
+        typer.echo(f"isojax: --strict: {why}", err=True)
+        raise typer.Exit(1)
