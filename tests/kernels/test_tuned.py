@@ -13,13 +13,13 @@ ENTRIES = [(path.stem, e) for path in sorted(tuning.FOLDER.glob("*.json")) for e
 
 
 def name(entry: Entry) -> str:
-    return f"{entry.region} {' '.join(f'{k}{v}' for k, v in entry.shape.items())} M{entry.rows}"
+    return f"{entry.region} {' '.join(f'{k}{v}' for k, v in entry.shape)} M{entry.rows}"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device,entry", ENTRIES, ids=[f"{d} {name(e)}" for d, e in ENTRIES])
 def test_an_entry_compiles_without_spills(device, entry):
-    n, k, leaves = (entry.shape[key] for key in ("n", "k", "leaves"))
+    n, k, leaves = (getattr(entry.shape, key) for key in ("n", "k", "leaves"))
     statics = {} if entry.region == "linear.column" else {"leaves": leaves}
     with tuning.forced(entry.choice.tiles):
         assert len(compiles(lookup(entry.region), (spec((entry.rows, k)), spec((n, k))), statics)) == 1

@@ -31,7 +31,7 @@ from isojax.pallas_kernels.interpretable import BLOCKS_OF_1, BLOCKS_OF_8, overla
 i32 = jnp.int32
 # Registers a thread of the producer, and of the consumers. A launch gives each of 384 threads 168; what one warpgroup
 # takes, the others must have given: 3 x 168 in all. One more, and the kernel waits forever.
-FEW, MANY = 40, 232
+FEW, MANY = 56, 224
 SMS = 132  # of an H100 SXM or H200; on a part with fewer some blocks start when others are done
 
 
