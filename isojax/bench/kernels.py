@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import re
 import time
@@ -84,19 +83,17 @@ def run(
     modules: Sequence[str] = (),
     workers: int | None = None,
     keep: Callable[[Report], None] = lambda _: None,
-    exclusive: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Report:
     """Compile and measure. A case that fails is a row with its error.
 
     keep: gets the report so far now and then, so that a kernel that hangs does not cost the others' figures.
-    exclusive: held while the GPU is timed; isojax.alone if left out.
     """
     import torch
 
     started = time.perf_counter()
     loaded, errors = compiled(chosen, loader(device), progress, modules, workers)
     compiling = time.perf_counter() - started
-    with exclusive or alone():
+    with alone():
         started = time.perf_counter()
         watch = Stopwatch(torch, device)
         measured = rates(torch, device, watch)

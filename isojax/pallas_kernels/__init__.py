@@ -7,5 +7,5 @@ vjp.py           gradients, made of regions
 gate.py          operands for the bit gates        bench.py   shapes, peer and floor for `isojax bench kernels`
 
 Adding a family is adding a folder: isojax.region.load_shipped finds it.
-What families share lies beside them: warpgroup (steps below Pallas), interpretable, strips, columns, fused.
+What families share lies beside them: warpgroup (steps below Pallas), interpretable, strips, columns, chip, fused.
 """

@@ -246,13 +246,13 @@ def test_a_process_knows_what_it_found_kept(folder, monkeypatch):
 def test_a_worker_that_ends_or_hangs_fails_one_call_only(folder, monkeypatch, caplog):
     """The program in place of a worker answers ok, but for the call named toy.dies, and the one named toy.hangs."""
     program = """
-import base64, os, pickle, sys, time
+import base64, os, sys, time
 with os.fdopen(int(sys.argv[1]), "w") as answers:
     for line in sys.stdin:
-        call = pickle.loads(base64.b64decode(line))[0]
-        if call.region == "toy.dies":
+        call = base64.b64decode(line)  # not unpickled: that imports JAX, which takes long on a busy machine
+        if b"toy.dies" in call:
             os._exit(3)
-        if call.region == "toy.hangs":
+        if b"toy.hangs" in call:
             time.sleep(60)
         print("ok", file=answers, flush=True)
 """

@@ -78,10 +78,8 @@ class Workload:
     def batch(self, salt: int) -> tuple[list[list[int]], list[int]]:
         """(prompts, new tokens) of the continuous batch: the same lengths for each salt, other tokens."""
         sizes, rng = np.random.default_rng(self.seed), np.random.default_rng((self.seed, salt))
-        lens = sizes.integers(32, BATCH_PROMPT + 1, self.requests)
-        return [rng.integers(0, self.vocab, n).tolist() for n in lens], sizes.integers(
-            64, BATCH_NEW + 1, self.requests
-        ).tolist()
+        prompts = [rng.integers(0, self.vocab, n).tolist() for n in sizes.integers(32, BATCH_PROMPT + 1, self.requests)]
+        return prompts, sizes.integers(64, BATCH_NEW + 1, self.requests).tolist()
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(dataclasses.asdict(self)))

@@ -18,12 +18,12 @@ from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.attn import softmax_sm90 as softmax
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.tiles_sm90 import Rows, Shape
+from isojax.pallas_kernels.chip import SMS
 from isojax.pallas_kernels.interpretable import await_previous, let_next_start, panels, views
 from isojax.schedule import padded
 
 i32, f32 = jnp.int32, jnp.float32
 PARAMS = plgpu.CompilerParams(approx_math=True)
-SMS = 132  # of an H100 SXM or H200
 BATCH = 8  # partitions that the fold kernel brings at a time
 AHEAD = 4  # such batches in flight
 

@@ -26,13 +26,13 @@ from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.attn import softmax_sm90 as softmax
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.tiles_sm90 import WARPGROUPS, Places, Rows, Shape
+from isojax.pallas_kernels.chip import SMS
 from isojax.pallas_kernels.interpretable import BLOCKS_OF_1, BLOCKS_OF_8, overlaid, panels, views
 
 i32 = jnp.int32
 # Registers a thread of the producer, and of the consumers. A launch gives each of 384 threads 168; what one warpgroup
 # takes, the others must have given: 3 x 168 in all. One more, and the kernel waits forever.
 FEW, MANY = 56, 224
-SMS = 132  # of an H100 SXM or H200; on a part with fewer some blocks start when others are done
 
 
 @dataclass(frozen=True)

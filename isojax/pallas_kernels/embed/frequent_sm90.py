@@ -73,9 +73,8 @@ def add_frequent(order: jax.Array, ranked: jax.Array, ct: jax.Array, into: Any) 
                     rows = [order[lax.min(r, end - 1)] for r in ranks]
                     values = [plgpu.load(ct.at[row, cols], layout=LAYOUT) for row in rows]
                     pl.when(used + b >= LOADERS)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                    for i, (r, v) in enumerate(
-                        zip(ranks, values, strict=True)
-                    ):  # past the end: zeros, which add nothing
+                    for i, (r, v) in enumerate(zip(ranks, values, strict=True)):
+                        # past the end: zeros, which add nothing
                         ring[slot, i] = jnp.where(jnp.full((THREADS,), end - r) > 0, v, jnp.zeros_like(v))
                     plgpu.barrier_arrive(full.at[slot])
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isojax.pallas_kernels.linear.tiles import SMS, Tiles, by_model, misfit, share, step, stride
+from isojax.pallas_kernels.chip import SMS
+from isojax.pallas_kernels.linear.tiles import Tiles, by_model, misfit, share, step, stride
 
 
 def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:

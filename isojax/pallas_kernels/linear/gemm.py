@@ -23,7 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
-from isojax.pallas_kernels.linear.tiles import SMS, Tiles
+from isojax.pallas_kernels.chip import SMS
+from isojax.pallas_kernels.linear.tiles import Tiles
 
 PRODUCER_REGISTERS = 40
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-SMS = 132  # streaming multiprocessors of an H100 SXM or H200; a part with fewer just takes more waves
+from isojax.pallas_kernels.chip import SMS
+
 SMEM = 227 * 1024  # bytes of shared memory that one block can have
 SLACK = 3 * 1024  # barriers and alignment
 REGISTERS = 200  # fp32 accumulators of a consumer thread, at most
