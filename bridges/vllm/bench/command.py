@@ -16,7 +16,7 @@ def engine(
     steps: Annotated[str, typer.Option(help="SEQUENCESxPROMPT pairs whose steps are timed.")] = (
         "1x128,32x128,256x128,1x4096,32x4096"
     ),
-    decode: Annotated[int, typer.Option(min=1, help="Decode steps of a timing.")] = 64,
+    decode: Annotated[int, typer.Option(min=2, help="Decode steps of a timing.")] = 64,
     check: Annotated[
         int, typer.Option(min=0, max=4, help="Sequences compared with the JAX reference, bit for bit.")
     ] = 4,

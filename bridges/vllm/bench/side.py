@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from bridges.vllm.bench import steps
 from bridges.vllm.bench.workload import CHECKED, CHECKED_NEW, SEQUENCES, Workload
 
-REPEATS = 3, 9  # at least, and at most: short steps hang on the host, and scatter
+REPEATS = 3, 9  # calls, at least and at most
 ENOUGH_S = 4.0  # of one kind of step
 
 
@@ -111,20 +113,7 @@ def measure(llm: Any, work: Workload, sample: bool, say: Callable[[str], None]) 
 
     out["steps"] = []
     for count, length in work.steps:
-        seconds(work.prompts(count, length, 0), 4)  # warm-up
-        first, decode = [], []
-        begun = time.perf_counter()
-        for i in range(REPEATS[1]):
-            if i >= REPEATS[0] and time.perf_counter() - begun > ENOUGH_S:
-                break
-            prefill = seconds(work.prompts(count, length, 2 * i + 1), 1)
-            whole = seconds(work.prompts(count, length, 2 * i + 2), 1 + work.decode)
-            first.append(prefill * 1e3)
-            decode.append((whole - prefill) / work.decode * 1e3)
-        row = dict(sequences=count, prompt=length, repeats=len(first), prefill_ms=first, step_ms=decode)
-        if statistics.median(decode) <= 0:
-            raise RuntimeError(f"{work.decode} decode steps took no longer than the prompts alone; raise --decode")
-        out["steps"].append({k: round(statistics.median(v), 4) if isinstance(v, list) else v for k, v in row.items()})
+        out["steps"].append(_timed(llm, work, count, length, seconds))
         say(str(out["steps"][-1]))
     if work.requests:
         new = work.batch(0)[1]
@@ -135,6 +124,26 @@ def measure(llm: Any, work: Workload, sample: bool, say: Callable[[str], None]) 
         out["sample"] = _sample(llm, work)
         out["counts"] = llm.collective_rpc("iso_counts")[0]
     return out
+
+
+def _timed(llm: Any, work: Workload, count: int, length: int, seconds: Callable[..., float]) -> dict[str, Any]:
+    """A step row: ms of the prompts with their first token, and of a decode step, medians with quartile spreads."""
+    seconds(work.prompts(count, length, 0), 4)  # warm-up
+    first, decode, begun = [], [], time.perf_counter()
+    for i in range(REPEATS[1]):
+        if i >= REPEATS[0] and time.perf_counter() - begun > ENOUGH_S:
+            break
+        first.append(seconds(work.prompts(count, length, 2 * i + 1), 1))
+        llm.collective_rpc(steps.watch)
+        seconds(work.prompts(count, length, 2 * i + 2), 1 + work.decode)
+        decode += steps.periods(llm.collective_rpc(steps.seen)[0], count)
+    if not decode:
+        raise RuntimeError(f"no two steps in a row ran {count} sequences; raise --decode")
+    row: dict[str, Any] = dict(sequences=count, prompt=length, repeats=len(first))
+    for what, taken in (("prefill", first), ("step", decode)):
+        low, middle, high = np.percentile(np.array(taken) * 1e3, (25, 50, 75))
+        row |= {f"{what}_ms": round(float(middle), 4), f"{what}_spread": round(float((high - low) / middle), 3)}
+    return row
 
 
 def _sample(llm: Any, work: Workload) -> dict[str, Any]:

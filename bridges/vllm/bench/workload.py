@@ -49,6 +49,8 @@ class Workload:
         for count, length in self.steps:
             if not 1 <= count <= SEQUENCES or length < 1:
                 raise InputError(f"steps of {count}x{length}; give 1 to {SEQUENCES} sequences, prompts of at least 1")
+        if self.steps and self.decode < 2:
+            raise InputError(f"{self.decode} decode steps; give at least 2: a step lasts until the next one begins")
         if not 0 <= self.check <= len(CHECKED):
             raise InputError(f"{self.check} sequences to compare; give 0 to {len(CHECKED)}")
         if not 0 < self.utilization <= 1:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from bridges import bars, process
-from bridges.vllm.bench import compare
+from bridges.vllm.bench import compare, steps
 from bridges.vllm.bench.command import engine
 from bridges.vllm.bench.workload import Workload, checkpoint
 from isojax.errors import InputError, IsoError
@@ -36,12 +37,13 @@ def test_a_workload_is_the_same_in_every_process(tmp_path):
         (Workload("tiny", steps=(), context=1279), "requests of 1280 tokens"),
         (Workload("tiny", steps=(), requests=0, check=0, context=1), "nothing to measure"),
         (
-            Workload("tiny", steps=((1, 1),), requests=0, decode=1, context=315),
+            Workload("tiny", steps=((1, 1),), requests=0, decode=2, context=315),
             "requests of 316 tokens",
         ),  # of the check
         (Workload("tiny", steps=((0, 8),)), "0x8"),
         (Workload("tiny", steps=((257, 8),)), "1 to 256 sequences"),  # the rest would wait, and be timed as steps
         (Workload("tiny", steps=((1, 0),)), "1x0"),
+        (Workload("tiny", decode=1), "at least 2"),
         (Workload("tiny", check=5), "give 0 to 4"),
         (Workload("tiny", layers=3), "3 layers"),
         (Workload("tiny", utilization=0.0), "share of 0.0"),
@@ -50,6 +52,28 @@ def test_a_workload_is_the_same_in_every_process(tmp_path):
 def test_a_workload_that_measures_nothing_is_refused(work, why):
     with pytest.raises(InputError, match=why):
         work.validated()
+
+
+class _Worker:
+    def execute_model(self, scheduled: object) -> object:
+        return scheduled
+
+
+def test_a_decode_step_lasts_until_the_next_one_begins(monkeypatch):
+    clock = iter([0, 5, 9, 10, 11, 12, 13, 20, 24])
+    monkeypatch.setattr(steps.time, "perf_counter", lambda: next(clock))
+    worker = _Worker()
+    steps.watch(worker)
+    for tokens in (512, 130, 4, 4, 4, 4, 4, 3, 4):  # prompts, prompts with decodes, all four decode, one has ended
+        scheduled = SimpleNamespace(total_num_scheduled_tokens=tokens)
+        assert worker.execute_model(scheduled) is scheduled
+    begun = steps.seen(worker)
+    assert "execute_model" not in vars(worker)
+    assert steps.periods(begun, 4, window=2) == [1.0, 1.0]  # 9 to 11, 11 to 13
+    assert steps.periods(begun, 4, window=3) == [1.0]  # a rest of one step is no window
+    assert steps.periods(begun, 4) == [1.0]  # fewer steps than a window: one of them all
+    assert steps.periods(begun, 5) == [] and steps.periods([], 4) == []
+    assert steps.periods([(0.0, 1), (1.0, 1), (3.0, 1)], 1) == [2.0]  # the first one was the prompt
 
 
 def side(name: str, step: float, tokens: float) -> dict:
