@@ -56,6 +56,13 @@ def strips(n: int, dtype, widest: int | None = None) -> list[Strip]:
     return out
 
 
+def apart(cut: list[Strip]) -> list[list[Strip]]:
+    """The strips in groups that different programs may write: one each, but a repeat with what it repeats."""
+    groups = [[s] for s in cut if not s.seen]
+    groups[-1] += [s for s in cut if s.seen]
+    return groups
+
+
 def load(row, s: Strip) -> jax.Array:
     """Strip s of a one-row ref, straight from global memory."""
     return plgpu.load(row.at[pl.ds(s.start, s.width)], layout=s.layout)

@@ -92,6 +92,24 @@ def test_decode_matches_reference(heads, kv_heads, d):
     check(*batch((70, 1), (1, 1), heads, kv_heads, d, page=32, tile=1))
 
 
+def test_decoding_fewer_rows_than_the_batch_is_padded_to():
+    """As an engine pads: five work items of no row, and a table with room for more partitions than there are."""
+    lens = (2 * KV_PARTITION + 1, 40)
+    args, statics = batch(lens, (1, 1), 2, 1, 64, page=128, tile=1)
+    want = run(decode, args, statics)
+    q, kv, table, cu_q, lens, work = args
+    padded = (
+        np.concatenate([q, np.full((5, *q.shape[1:]), np.nan, q.dtype)]),
+        kv,
+        np.pad(table, ((0, 5), (0, 6))),
+        np.pad(cu_q, (0, 5), mode="edge"),
+        np.pad(lens, (0, 5)),
+        np.concatenate([work[:2], np.tile(np.int32([[-1, 0]]), (5, 1))]),
+    )
+    got = run(decode, padded, statics)
+    assert [g.tobytes() for g in got] == [w.tobytes() for w in want]
+
+
 def run(kernel, args, statics, **tuning):
     """One of the two kernels with other tuning, in the interpreter."""
     q, kv, table, cu_q, lens, work = args
@@ -141,12 +159,19 @@ def test_a_group_of_one_head_fills_both_warpgroups_with_rows():
     check(*batch((150,), (150,), 1, 1, 64))
 
 
-def test_the_way_of_decoding_follows_from_shapes():
+def test_programs_of_decoding_fit_the_rows_that_are_there():
     shape = lambda items, positions: Shape(256, 16, 8, 128, 1, 16, positions, items)
-    splits = lambda items, positions: kernel_decode_sm90.splits_of(shape(items, positions), 528)
+    splits = lambda rows, positions: kernel_decode_sm90.splits_of(shape(256, positions), rows, 528)
     assert splits(256, 4096) == 1  # the programs fill the GPU as they are
     assert splits(1, KV_PARTITION) == 1  # one partition
     assert splits(1, 32768) == -(-32768 // KV_PARTITION)  # one program a partition: fewer than would fill the GPU
     assert splits(16, 32768) == 5
-    places = lambda items, splits: kernel_decode_sm90.places_of(shape(items, 4096), splits)
-    assert (places(1, 6), places(16, 1), places(17, 1)) == (6, 6, 3)  # alone on a multiprocessor, or in pairs
+    for rows in (0, 1, 16, 65, 256):
+        assert int(splits(jnp.int32(rows), 32768)) == splits(max(rows, 1), 32768)
+    for items in (1, 8, 64, 256):
+        grid = kernel_decode_sm90.grid_of(shape(items, 5120), 528)
+        assert all(rows * 8 * splits(rows, 5120) <= grid for rows in range(1, items + 1))
+    places = lambda items, positions: kernel_decode_sm90.places_of(
+        shape(items, positions), kernel_decode_sm90.grid_of(shape(items, positions), 528)
+    )
+    assert (places(1, 4096), places(16, 768), places(17, 768)) == (6, 6, 3)  # alone on a multiprocessor, or in pairs

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-WINDOW = 16  # steps whose mean is one sample: vLLM schedules ahead, so that single steps may come in pairs
+WINDOW = 4  # steps whose mean is one sample: vLLM schedules ahead, so that single steps may come in pairs
 
 Begun = list[tuple[float, int]]  # of each step: seconds on the worker's clock, tokens it was given
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from isojax import doctor
 from isojax.gates.bench import BenchCase, Operand, Peer
-from isojax.gates.shapes import CONTEXTS, decodes, distinct
+from isojax.gates.shapes import CONTEXTS, decodes, distinct, padded
 from isojax.pallas_kernels.attn import core
 from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
 
@@ -52,8 +52,9 @@ def _prefill_peer(length: int, scale: float):
     return peer
 
 
-def _decode_peer(length: int, scale: float):
+def _decode_peer(requests: int, length: int, scale: float):
     def peer(torch, q, kv, table, cu_q, lens, work):
+        q, table, cu_q, lens = q[:requests], table[:requests], cu_q[: requests + 1], lens[:requests]
         k, v = kv.chunk(2, -1)
         if (flash := _flash()) is None:
             rows = lambda x: x[table.long()].flatten(1, 2)
@@ -67,12 +68,14 @@ def _decode_peer(length: int, scale: float):
     return peer
 
 
-def _lists(requests: int, rows: int, length: int, tile: int) -> tuple[Operand, Operand, Operand]:
-    """cu_q, lens and work of `requests` requests with `rows` query rows and `length` keys each."""
+def _lists(requests: int, rows: int, length: int, tile: int, room: int = 0) -> tuple[Operand, Operand, Operand]:
+    """cu_q, lens and work of `requests` requests with `rows` query rows and `length` keys each; `room`: for more."""
     counts = np.full(requests, rows)
+    if room:
+        counts = np.pad(counts, (0, room - requests))
     cu_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    work = work_list(counts, tile, capacity(requests * rows, requests, tile))
-    lens = np.full(requests, length, np.int32)
+    work = work_list(counts, tile, capacity(max(room, requests * rows), len(counts), tile))
+    lens = np.where(counts, length, 0).astype(np.int32)
     return tuple(Operand("i32", a.shape, values=a) for a in (cu_q, lens, work))  # pyright: ignore[reportReturnType]
 
 
@@ -94,22 +97,24 @@ def _prefill(m, length):
 
 
 def _decode(m, requests, length):
+    """Padded to whole blocks of 64 rows, as an engine's batch is; the peer gets the true requests."""
     heads, kv_heads, d = m.heads, m.kv_heads, m.head_dim
-    pages, scale = length // PAGE, d**-0.5
+    pages, scale, rows = length // PAGE, d**-0.5, padded(requests)
     table = np.random.default_rng(0).permutation(requests * pages).reshape(requests, pages).astype(np.int32)
+    table = np.pad(table, ((0, rows - requests), (0, 0)))
     tile = tile_rows("sm90", heads // kv_heads, longest=1)
     return BenchCase(
         f"{m.name} decode {requests} x {length}",
         (
-            Operand("bf16", (requests, heads, d)),
+            Operand("bf16", (rows, heads, d)),
             Operand("bf16", (requests * pages, PAGE, kv_heads, 2 * d)),
             Operand("i32", table.shape, values=table),
-            *_lists(requests, 1, length, tile),
+            *_lists(requests, 1, length, tile, rows),
         ),
         bytes=2 * requests * (length * kv_heads * 2 * d + 2 * heads * d),
         flops=4 * requests * length * heads * d,
         statics={"scale": scale, "tile": tile},
-        peer=_decode_peer(length, scale),
+        peer=_decode_peer(requests, length, scale),
         model=m.name,
         at={"sequences": requests, "context": length},
     )

@@ -1,7 +1,8 @@
 """attn.core on Hopper for one query row a request: streaming keys and values as fast as memory gives them.
 
 A program of one warpgroup takes some partitions of one row and KV head and writes the state of each; a second kernel
-folds them in ascending order. How many programs share a row follows from shapes alone and changes no bits.
+folds them in ascending order. How many programs share a row follows from the rows that are really there, which the
+programs count: an engine's batch of one sequence is padded to 64 rows. It changes no bits.
 """
 
 from __future__ import annotations
@@ -39,20 +40,27 @@ class Tuning:
 def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
     """-> out [T, Hq D], lse [T, Hq]. The keys are in pages: `supports` refuses others."""
     q = q.reshape(shape.tokens * shape.q_heads, shape.head_dim)
-    splits = splits_of(shape, tuning.programs)
-    partials = _partials(shape, scale, splits, tuning.places or places_of(shape, splits))
-    states = partials(q, kv, cu_q, lens, work, table)
+    states = _partials(shape, scale, tuning)(q, kv, cu_q, lens, work, table)
     return _folded(shape)(*states, cu_q, lens, work)
 
 
-def splits_of(s: Shape, programs: int) -> int:
-    """Programs that share one row's partitions."""
-    return max(1, min(s.partitions, -(-programs // (s.items * s.blocks))))
+def splits_of(s: Shape, rows, programs: int):
+    """Programs that share the partitions of one of `rows` rows: int32 scalar, or an int for an int."""
+    blocks = rows * s.blocks
+    if isinstance(rows, int):
+        return max(1, min(s.partitions, -(-programs // blocks)))
+    blocks = lax.max(blocks, i32(1))  # a batch of no row
+    return lax.max(i32(1), lax.min(i32(s.partitions), lax.div(blocks + (programs - 1), blocks)))
 
 
-def places_of(s: Shape, splits: int) -> int:
+def grid_of(s: Shape, programs: int) -> int:
+    """Programs enough for any number of rows."""
+    return max(rows * s.blocks * splits_of(s, rows, programs) for rows in range(1, s.items + 1))
+
+
+def places_of(s: Shape, grid: int) -> int:
     """3, so that two programs fit a multiprocessor; where there are that few programs, as much as one can hold."""
-    return 6 if s.items * s.blocks * splits <= SMS else 3
+    return 6 if grid <= SMS else 3
 
 
 def _state_heads(s: Shape) -> int:
@@ -72,7 +80,7 @@ class Walk:
 
     rows: Rows
     split: jax.Array
-    splits: int
+    splits: jax.Array
 
     @property
     def tiles(self) -> jax.Array:
@@ -89,16 +97,21 @@ class Walk:
         return self.partition(i) * steps + lax.rem(i, i32(steps))
 
 
-def _partials(s: Shape, scale: float, splits: int, ring: int):
+def _partials(s: Shape, scale: float, tuning: Tuning):
     """-> fp32 states per (item, block, partition): sums [heads D], and ends [2 heads]: m, then den."""
     heads = _state_heads(s)
     lead = (s.items, s.blocks, s.partitions)
+    grid = grid_of(s, tuning.programs)
+    ring = tuning.places or places_of(s, grid)
 
     def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
-        item, block, split = (lax.axis_index(name) for name in ("item", "block", "split"))
+        program, there = lax.axis_index("program"), cu_q[cu_q.shape[0] - 1]  # the work list names one row an item
         let_next_start()  # the fold: its start is hidden behind this kernel
+        splits = splits_of(s, there, tuning.programs)
+        unit, split = lax.div(program, splits), lax.rem(program, splits)
+        item, block = lax.div(unit, i32(s.blocks)), lax.rem(unit, i32(s.blocks))
 
-        @pl.when(work[item, 0] >= 0)
+        @pl.when(item < there)
         def _():
             rows = tiles.locate(s, cu_q, lens, work, item, block)
             walk = Walk(rows, split, splits)
@@ -158,8 +171,8 @@ def _partials(s: Shape, scale: float, splits: int, ring: int):
             jax.ShapeDtypeStruct((*lead, heads, s.head_dim), f32),
             jax.ShapeDtypeStruct((*lead, 2, heads), f32),
         ),
-        grid=(s.items, s.blocks, splits),
-        grid_names=("item", "block", "split"),
+        grid=(grid,),
+        grid_names=("program",),
         scratch_types=dict(
             q_smem=panels(s.panels),
             kv_smem=panels(ring, s.panels, rows=s.keys),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels.strips import Strip, check_rows, load, store, strips
+from isojax.pallas_kernels.strips import Strip, apart, check_rows, load, store, strips
 from isojax.schedule import LOG2E
 
 f32 = jnp.float32
 WIDEST = 2048  # elements of a strip: 32 bytes of gate and of up in flight per thread
+FEW = 512  # rows up to which each strip is a program of its own: one a row would leave the GPU waiting on its strips
 
 
 def swiglu_supports(gate_up):
@@ -27,13 +31,22 @@ def sigmoid(x):
 def swiglu(gate_up):
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
     cut = strips(columns, gate_up.dtype, WIDEST)
+    parts = apart(cut) if rows <= FEW else [cut]
 
     def mlp_swiglu(gate_up, out):
-        t = lax.axis_index("row")
-        for s in cut:
+        t, part = lax.axis_index("row"), lax.axis_index("part")
+
+        def one(s):
             gate = load(gate_up.at[t], s).astype(f32)
             up = load(gate_up.at[t], Strip(columns + s.start, s.width, s.vec)).astype(f32)
             store(out.at[t], s, (gate * sigmoid(gate) * up).astype(out.dtype))
 
+        def all_of(some):
+            for s in some:
+                one(s)
+
+        for p, mine in enumerate(parts):
+            pl.when(part == p)(functools.partial(all_of, mine))
+
     out = jax.ShapeDtypeStruct((rows, columns), gate_up.dtype)
-    return plgpu.kernel(mlp_swiglu, out_type=out, grid=(rows,), grid_names=("row",))(gate_up)
+    return plgpu.kernel(mlp_swiglu, out_type=out, grid=(rows, len(parts)), grid_names=("row", "part"))(gate_up)
