@@ -173,9 +173,11 @@ def gate(
         raise Unsupported(
             "isojax gate", f"regions {region} in stages {chosen}", "regions that a stage checks", "name others"
         )
-    results = []
-    for name, step in track(steps, "gates", console=Console(stderr=True), transient=True):
-        results += fenced(name, step) if keep_going else step()
+    results, console = [], Console(stderr=True)
+    for name, step in track(steps, "gates", console=console, transient=True):
+        for r in fenced(name, step) if keep_going else step():
+            results.append(r)
+            console.print(f"{r.name}: {r.differing} of {r.checked} differ", highlight=False)  # a gate may take minutes
     rows = [
         dict(gate=r.name, checked=r.checked, differing=r.differing, passed="yes" if r.passed else "NO", detail=r.detail)
         for r in results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -70,7 +70,14 @@ def cases(name: str, rng: np.random.Generator, rows: int) -> list[Any]:
 def run_gate(
     name: str, arch: str = "cpu", quick: bool = False, *, execute: Execute | None = None, seed: int = 0
 ) -> list[GateResult]:
-    """Run all gates of a region, negative controls first.
+    """Results of all gates of a region, negative controls first. See `each_gate`."""
+    return list(each_gate(name, arch, quick, execute=execute, seed=seed))
+
+
+def each_gate(
+    name: str, arch: str = "cpu", quick: bool = False, *, execute: Execute | None = None, seed: int = 0
+) -> Iterator[GateResult]:
+    """Run a region's gates one after another; each result as it comes.
 
     arch: 'cpu' (the reference) or 'sm90' (the kernel, through jax.jit on a GPU). quick: batches up to 65 rows only.
     execute: runs a region in place of jax.jit, for instance the interpreter or a runtime's launcher.
@@ -82,16 +89,15 @@ def run_gate(
     batches = rowgate.QUICK_BATCHES if quick else rowgate.BATCHES
     rng = np.random.default_rng(seed)
     context = Context(arch, quick, rng, execute or jitted)
-    results = []
     for item in cases(name, rng, max(batches)):
         if isinstance(item, Case):
-            results.append(_row_case(region, item, arch, context.execute, jitted, batches, seed))
+            yield _row_case(region, item, arch, context.execute, jitted, batches, seed)
         else:
             label, gate = item
-            results.append(gate(context))
-            if not results[-1].negative_control_caught:
-                raise GateBroken(f"{name}/{label}: a negative control passed; {results[-1].detail}")
-    return results
+            result = gate(context)
+            if not result.negative_control_caught:
+                raise GateBroken(f"{name}/{label}: a negative control passed; {result.detail}")
+            yield result
 
 
 def _row_case(

@@ -1,4 +1,5 @@
-"""The stages of `isojax gate --stage`: each is a list of steps, and a step gives gate results.
+"""The stages of `isojax gate --stage`: each is a list of steps, and a step gives gate results, one
+after another.
 
 gates     every region's own gates (isojax.gates.run), on cpu too
 light     every region's kernel against its reference on the host, in distance; and twice the same bits
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,17 +20,17 @@ import numpy as np
 from isojax.gates.bits import compare_all
 from isojax.gates.calls import SampleCall, sample
 from isojax.gates.case import GateResult
-from isojax.gates.run import device, gated, run_gate
+from isojax.gates.run import device, each_gate, gated
 from isojax.region import lookup
 
-Step = tuple[str, Callable[[], list[GateResult]]]
+Step = tuple[str, Callable[[], Iterable[GateResult]]]
 
 NEAR = 0.05  # of an output's root mean square: bf16 roundings stay below, a wrong element does not
 
 
 def gates(only: Sequence[str], arch: str, quick: bool) -> list[Step]:
     names = [lookup(n).name for n in only] or gated()  # an unknown one is refused before anything runs
-    return [(name, functools.partial(run_gate, name, arch, quick)) for name in names]
+    return [(name, functools.partial(each_gate, name, arch, quick)) for name in names]
 
 
 def light(only: Sequence[str], arch: str, quick: bool) -> list[Step]:
@@ -146,9 +147,9 @@ STAGES: dict[str, Callable[[Sequence[str], str, bool], list[Step]]] = {
 }
 
 
-def fenced(name: str, step: Callable[[], list[GateResult]]) -> list[GateResult]:
+def fenced(name: str, step: Callable[[], Iterable[GateResult]]) -> Iterator[GateResult]:
     """A step whose failure is a result of its own, so that it does not hide the others'."""
     try:
-        return step()
+        yield from step()
     except Exception as e:
-        return [GateResult(name, 0, 0, False, f"{type(e).__name__}: {e}")]
+        yield GateResult(name, 0, 0, False, f"{type(e).__name__}: {e}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import re
 
 import jax.numpy as jnp
@@ -12,7 +14,9 @@ from harness import compiles, interpret, reference, spec
 
 from isojax.errors import Unsupported
 from isojax.lowering import dumped
-from isojax.pallas_kernels.head import gate, kernel_rows_sm90, kernel_sm90
+from isojax.pallas_kernels.head import gate, kernel_rows_sm90, kernel_sm90, leaf_sm90
+from isojax.pallas_kernels.head.kernel_rows_sm90 import Plan
+from isojax.pallas_kernels.head.lse import leaf_tiles
 from isojax.pallas_kernels.linear.tiles import Tiles, for_vocabulary
 from isojax.region import lookup
 from isojax.schedule import LEAVES
@@ -78,12 +82,20 @@ def test_taller_tiles(monkeypatch, short_ring, t):
 @pytest.fixture
 def one_cluster(monkeypatch):
     """The interpreter has threads for one."""
-    monkeypatch.setattr(kernel_rows_sm90, "CLUSTERS", 1)
+    monkeypatch.setattr(kernel_rows_sm90, "CLUSTERS", {2: 1, 4: 1, 8: 1})
 
 
-@pytest.mark.parametrize("slots", (1, 2, 3))
-def test_rows_follow_each_other_through_the_ring(monkeypatch, one_cluster, slots):
-    monkeypatch.setattr(kernel_rows_sm90, "SLOTS", slots)
+@pytest.mark.parametrize(
+    "p",
+    (
+        Plan(blocks=2, parts=2, warpgroups=4, slots=1),  # half of a row is fetched twice
+        Plan(blocks=2, parts=2, warpgroups=2, slots=5),  # a part of the next row is there
+        Plan(blocks=4, parts=2, warpgroups=2, slots=2),
+        Plan(blocks=8, parts=1, warpgroups=1, slots=2),  # the whole next row
+    ),
+)
+def test_rows_follow_each_other_through_the_ring(monkeypatch, one_cluster, p):
+    monkeypatch.setattr(kernel_rows_sm90, "plan", lambda *_: p)
     z, inverse = np.random.default_rng(0).standard_normal((5, V)).astype(np.float32), np.full(5, 1 / 0.7, np.float32)
     got, lse = interpret(LOGPROB_ROWS, (z, inverse))
     alone, lse_alone = interpret(LOGPROB_ROWS, (z[4:], inverse[4:]))
@@ -115,6 +127,18 @@ def test_head_compiles_without_spills(rows):
     assert len(compiles(LOGITS, (hidden, weight))) == 1
     assert len(compiles(LOGPROB_ROWS, (spec((rows, VOCAB), F32), inverse))) == 1
     assert len(compiles(LOGPROB, (hidden, weight, targets, inverse))) == 3
+
+
+@pytest.mark.parametrize("vocab", (64, 1344, 32000, 128256, VOCAB, 262144, kernel_rows_sm90.MOST_VOCAB))
+def test_every_vocabulary_has_a_plan(vocab):
+    each = leaf_tiles(vocab)[1]
+    for rows, blocks in itertools.product((1, 20, 64, 1024), (2, 4, 8)):
+        p = kernel_rows_sm90.plan(rows, vocab, blocks)
+        tiles = -(-each // p.parts)
+        assert (p.parts - 1) * tiles < each <= p.parts * tiles and tiles <= leaf_sm90.MOST_TILES
+        assert p.leaves * p.parts == p.mine * p.warpgroups and 1 <= p.slots * p.warpgroups <= 32
+        ring = p.slots * p.warpgroups * math.prod(leaf_sm90.slot_shape(tiles))
+        assert 4 * (ring + 2 * p.leaves * p.parts * tiles) <= kernel_rows_sm90.ROOM
 
 
 @pytest.mark.parametrize("rows", (64, 256))
@@ -158,7 +182,7 @@ def test_rows_contract_only_where_leaves_meet():
     (
         ("head.logits", (spec((64, 64)), spec((100, 64))), "multiple of 8"),
         ("head.logprob_rows", (spec((64, 50257), F32), spec((64,), F32)), "multiple of 64"),
-        ("head.logprob_rows", (spec((64, 1 << 20), F32), spec((64,), F32)), "at most"),
+        ("head.logprob_rows", (spec((64, 1 << 21), F32), spec((64,), F32)), "at most"),
         ("head.logprob", (spec((64, 64)), spec((1000, 64)), spec((64,), I32), spec((64,), F32)), "multiple of 64"),
         ("head.logprob", (spec((64, 72)), spec((1024, 72)), spec((64,), I32), spec((64,), F32)), "multiple of 16"),
     ),

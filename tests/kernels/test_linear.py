@@ -12,7 +12,7 @@ from harness import compiles, fingerprint_elsewhere, interpret, reference, spec,
 
 from isojax.errors import Unsupported
 from isojax.lowering import fingerprint
-from isojax.pallas_kernels.linear import kernel_sm90, tiles
+from isojax.pallas_kernels.linear import gemm, kernel_sm90, tiles
 from isojax.pallas_kernels.linear.tiles import Tiles
 from isojax.region import lookup
 from isojax.schedule import LEAVES
@@ -196,3 +196,25 @@ def test_operands_need_no_copy():
     args, kw = ROW.bind((spec((64, 2048)), spec((2048, 2048))), {})
     ops = kernel_plan(ROW, [jax.core.ShapedArray(a.shape, a.dtype) for a in args], kw).ops
     assert [type(o) for o in ops] == [Launch]
+
+
+def test_join_adds_the_balanced_tree():
+    """Leaf after leaf, as `product` adds them: the schedule's tree, and never more sums than levels."""
+    leaves = [jnp.asarray(v, jnp.float32) for v in draw(3, 8).astype(np.float32) * 10.0 ** np.arange(8)]
+    sums = []
+    for leaf in leaves:
+        sums = gemm.join(sums, leaf)
+        assert len(sums) <= 3 and [c for _, c in sums] == sorted({c for _, c in sums}, reverse=True)
+    [(total, count)] = sums
+    assert count == 8 and total == schedule_tree(leaves, jnp.add)
+
+
+@pytest.mark.parametrize(
+    "choose", (lambda: tiles.for_column(256, 7168, 8192), lambda: tiles.for_row(256, 2048, 6144, 8))
+)
+def test_row_blocks_that_share_weights_run_side_by_side(choose):
+    t = choose()
+    down = 256 // t.rows
+    _, at = gemm.snake(t, down, 64)
+    assert t.cluster == 1 and down > 1
+    assert {int(at(jnp.int32(i))[1]) for i in range(down)} == {0}

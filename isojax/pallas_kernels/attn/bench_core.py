@@ -58,11 +58,12 @@ def _decode_peer(requests: int, length: int, scale: float):
         k, v = kv.chunk(2, -1)
         if (flash := _flash()) is None:
             rows = lambda x: x[table.long()].flatten(1, 2)
-            return _sdpa(torch, q[:, None], rows(k), rows(v), scale, False)
+            found = _sdpa(torch, q[:, None], rows(k), rows(v), scale, False)
+            return Peer(found.name, lambda: found().flatten(1))
         run = lambda: flash(
             q, k, v, max_seqlen_q=1, cu_seqlens_q=cu_q, max_seqlen_k=length, seqused_k=lens, block_table=table,
             softmax_scale=scale, causal=True, fa_version=3,
-        )  # fmt: skip
+        ).flatten(1)  # fmt: skip
         return Peer("FlashAttention 3", run)
 
     return peer

@@ -25,7 +25,9 @@ CUTS = (1, 63, 64, 65, 100)
 QUICK_CUTS = (64, 65)
 PAGES = (16, 32, 64, 128)
 QUICK_PAGES = (16, 128)
-ROWS = 64  # least query rows of a call
+# A call is padded to one of few sizes, as each one is compiled (2 to 3 s on a GPU); a row still meets several.
+ROWS = 64, 512, 4096  # query rows
+REQUESTS = 16
 BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -57,17 +59,16 @@ def draw(rng: np.random.Generator, heads: Heads, length: int) -> Request:
     return Request(normal(length, heads.q, heads.dim) * BF16.type(2), normal(length, heads.kv, 2 * heads.dim))
 
 
-def bucket(n: int, least: int) -> int:
-    """n rounded up to a power of two: few shapes are compiled, and a row still meets several."""
-    return max(least, 1 << (n - 1).bit_length())
+def padded(n: int) -> int:
+    return next(rows for rows in ROWS if rows >= n)
 
 
 def operands(requests: Sequence[Request], pieces: Sequence[Piece], page: int, tile: int, rng: np.random.Generator):
     """Operands of one call that computes `pieces`, in that order; page 0: contiguous keys, so pieces must be whole."""
-    spare = [0] * (bucket(len(pieces), 8) - len(pieces))  # requests without rows
+    spare = [0] * (REQUESTS - len(pieces))  # requests without rows
     counts = [stop - start for _, start, stop in pieces] + spare
     stops = [stop for *_, stop in pieces] + spare
-    rows = bucket(sum(counts), ROWS)
+    rows = padded(sum(counts))
     q = np.full((rows, *requests[0].q.shape[1:]), np.nan, BF16)
     q[: sum(counts)] = np.concatenate([requests[r].q[start:stop] for r, start, stop in pieces])
     cu_q = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -76,7 +77,7 @@ def operands(requests: Sequence[Request], pieces: Sequence[Piece], page: int, ti
         kv = np.full((rows, *requests[0].kv.shape[1:]), np.nan, BF16)
         kv[: sum(counts)] = np.concatenate([requests[r].kv[:stop] for r, _, stop in pieces])
         return q, kv, None, cu_q, np.array(stops, np.int32), work
-    width = bucket(-(-max(stops) // page), 1)
+    width = -(-max(LENGTHS) // page)
     ids = rng.permutation(len(counts) * width + 1)
     kv = np.full((len(ids), page, *requests[0].kv.shape[1:]), np.nan, BF16)
     table = np.full((len(counts), width), ids[-1], np.int32)
@@ -159,23 +160,23 @@ def gate(ways: Callable[..., Iterator[Way]], name: str) -> Callable[[Context], G
                 for pieces in calls:
                     got = compute(context, requests, pieces, page, height)
                     total = total + differ(got, want, f"{heads} {label}")
-            caught = caught and control(context, requests, want, height)
+            caught = caught and control(context, requests, want, page, height)
         return GateResult(f"attn.core/{name}", total.checked, total.differing, caught, total.first)
 
     return run
 
 
-def control(context: Context, requests: Sequence[Request], want: Bits, tile: int) -> bool:
+def control(context: Context, requests: Sequence[Request], want: Bits, page: int, tile: int) -> bool:
     """The last row of the longest request over the same keys, two tiles exchanged: it must differ from `want`.
 
-    tile: of the gate's last way, so that the control of decoding goes through the decode kernels.
+    page, tile: of the gate's last way, so that the control goes through the same kernel.
     """
     r = max(range(len(requests)), key=lambda i: len(requests[i].q))
     request, last = requests[r], len(requests[r].q) - 1
     order = np.arange(last + 1)
     order[: 2 * KV_TILE] = np.roll(order[: 2 * KV_TILE], KV_TILE)
     moved = Request(request.q, request.kv[order])
-    got = compute(context, [moved], [(0, last, last + 1)], 64, tile)
+    got = compute(context, [moved], [(0, last if tile == 1 else 0, last + 1)], page, tile)
     return differ({(r, last): got[0, last]}, want, "control").differing > 0
 
 

@@ -298,7 +298,6 @@ class Consumer:
         self._release_keys(zero)
         start = softmax.start()
         p, state, alpha = softmax.weigh(self._seen(scores, zero), start, self.scale, zero == 0)
-        self._expect_keys(i32(1))
         carry = (wg.narrow(p), softmax.nothing(s.head_dim), state, start, alpha)
         p, acc, state, past, alpha = lax.fori_loop(i32(1), count, self._step, carry)
         acc = self._rebase(last, acc, alpha, past)
@@ -318,6 +317,7 @@ class Consumer:
         runs beside the exponentials of the second.
         """
         p, acc, before, past, alpha = carry
+        self._await(0, j)  # before the turn: who waits for keys keeps nobody from the tensor cores
         self._take_turn()
         scores = wg.begin_scores(self.q, self._tile(0, j))
         acc = self._rebase(j - 1, acc, alpha, past)
@@ -327,19 +327,19 @@ class Consumer:
         self._release_keys(j)
         x, m, alpha = softmax.weigh_first(self._seen(scores, j), before, self.scale, self._first(j))
         x, m, alpha = wg.pin([x, m, alpha])
-        self._expect_keys(j + 1)
+        self._keep_apart(j)
         *acc, x = wg.settle([*acc, x])
         self._release(1, j - 1)
         p, state = softmax.weigh_second(x, m, before, alpha, self.scale)
         return wg.narrow(p), tuple(acc), state, before, alpha
 
-    def _expect_keys(self, j) -> None:
-        """Wait for tile j's keys, if there is such a tile.
+    def _keep_apart(self, j) -> None:
+        """A branch that is never taken, between the first half of a tile's weights and the wait for the values before.
 
-        Placed between the first half of a tile's weights and the wait for the values before it: without a branch there
-        ptxas moves that wait up to where it costs most (seen in the SASS), as nothing in the code ties the two.
+        Without one there ptxas moves that wait up to where it costs most (seen in the SASS), as nothing in the code
+        ties the two.
         """
-        pl.when(j < self.program.kv_tiles)(lambda: plgpu.barrier_wait(self.ready[0].at[self._slot(j)]))
+        pl.when(j + self.rows.start < 0)(wg.warpgroup_barrier)
 
     def _take_turn(self) -> None:
         if self.tuning.turns:

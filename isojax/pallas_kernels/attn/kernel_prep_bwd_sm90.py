@@ -37,7 +37,7 @@ def prep_bwd_supports(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv
 def shares(heads: int, bias: bool, norm: bool) -> tuple[int, int, int]:
     """(tiles, heads) of a block and the heads in flight: measured; tiles are TILES wherever something is summed."""
     if norm:
-        return TILES, math.gcd(heads, 16), 2
+        return TILES, 24 if heads % 24 == 0 else math.gcd(heads, 16), 2
     return (TILES, math.gcd(heads, 24), 3) if bias else (2, heads, 3)
 
 

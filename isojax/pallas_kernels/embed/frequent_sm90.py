@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels.interpretable import let_next_start
+from isojax.pallas_kernels.interpretable import await_previous, let_next_start
 from isojax.pallas_kernels.strips import THREADS
 
 f32, i32 = jnp.float32, jnp.int32
@@ -60,6 +60,7 @@ def add_frequent(order: jax.Array, ranked: jax.Array, ct: jax.Array, into: Any) 
     lanes = max(1, min(LANES, candidates))
 
     def embed_frequent(order, ranked, ct, grad, ring, full, empty):
+        await_previous()
         let_next_start()
         cols, wg = pl.ds(lax.axis_index("piece") * THREADS, THREADS), lax.axis_index("wg")
 

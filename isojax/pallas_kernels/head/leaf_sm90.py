@@ -1,11 +1,14 @@
-"""A vocabulary leaf of a row of logits in shared memory: it comes in one piece, and is read as 64 tiles at a time.
+"""Part of a vocabulary leaf of a row of logits in shared memory: it comes in four pieces, and stays for two uses.
 
-Below Pallas, which cuts a copy into boxes of 256 elements, and whose reads of a block's rows all meet in one bank.
+A slot has a piece of at most 16 tiles for each warp of a warpgroup, and a gap after each: two threads take a tile's
+halves, 16 bytes at a time, and the eight whose accesses go together are at tiles of all four pieces, thus in different
+banks. Below Pallas, which cuts a copy into boxes of 256 elements.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,115 +22,237 @@ from jaxlib.mlir.dialects import arith, llvm
 
 from isojax._jax_internals import barrier_address, interpreting
 from isojax.pallas_kernels.head import lse as shared
-from isojax.pallas_kernels.head.lse import BLOCK, MASKED
+from isojax.pallas_kernels.head.lse import MASKED
 from isojax.pallas_kernels.warpgroup import registers as reg
 from isojax.pallas_kernels.warpgroup.registers import f32, i32
 from isojax.schedule import LOG2E, VOCAB_TILE
 
-EIGHTS = VOCAB_TILE // 8  # of a tile; a thread holds two columns of each, of two rows
+PIECES = 4  # of a slot: one for each warp of a warpgroup
+MOST_TILES = 64  # of a slot: two threads a tile
+GAP = 8  # fp32 after each piece
+STEPS = VOCAB_TILE // 8  # 16-byte accesses of a thread in its half of a tile
+WARP = 32
+ARRIVALS = 128  # that Mosaic expects of a warpgroup
 
 
-def fetch(source: Any, row: jax.Array, begin: jax.Array, leaf: Any, slot: jax.Array, barrier: Any) -> None:
-    """Copy source[row, begin :] to leaf[slot], behind one arrival; fp32 matrices, begin and leaf's width in fours.
+def slot_shape(tiles: int) -> tuple[int, int]:
+    """(pieces, fp32 of each) of a slot for that many tiles."""
+    return PIECES, -(-tiles // PIECES) * VOCAB_TILE + GAP
 
-    One thread starts it: it must know that nobody reads the SMEM any more.
+
+def fetches() -> int:
+    """How often one `fetch` arrives at its barrier."""
+    return PIECES if interpreting() else 1
+
+
+def fetch(source: Any, row: Any, begin: Any, columns: Any, sizes: Iterable[int], ring: Any, slot: Any, barrier: Any):
+    """Copy source[row, begin : begin + columns] to ring[slot]; begin and columns in fours.
+
+    source: fp32 [T, V] in GMEM. ring: [slots, *slot_shape] in SMEM. `columns` is one of `sizes`. One thread starts it:
+    it must know that nobody reads the slot any more.
     """
-    columns, width = source.shape[1], leaf.shape[1]
+    wide, pitch, width = ring.shape[2] - GAP, ring.shape[2], source.shape[1]
     if interpreting():
-        plgpu.copy_gmem_to_smem(source.at[row, pl.ds(begin, width)], leaf.at[slot], barrier)
+
+        def run(size):
+            for p, (first, count) in enumerate(_pieces(wide, size)):  # an empty piece arrives too
+                at, n = (0, count) if count else (wide, GAP)
+                here = source.at[row, pl.ds(begin + first if count else begin, n)]
+                plgpu.copy_gmem_to_smem(here, ring.at[slot, p, pl.ds(at, n)], barrier)
+
+        _whichever(columns, sizes, run)
         return
 
-    @reg.inline(arg_types=(reg.SCALAR, reg.PLAIN, reg.PLAIN, *[reg.SCALAR] * 3))
-    def run(_, address, gmem, smem, *scalars):
-        i64, kind = ir.IntegerType.get_signless(64), ir.F32Type.get()
-        row_, begin_, slot_ = (arith.extsi(i64, x.registers.item()) for x in scalars)
-        element = lambda ref, r, n, c: utils.getelementptr(
-            utils.memref_ptr(ref), [arith.addi(arith.muli(r, utils.c(n, i64)), c)], kind
-        )
-        pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address.registers.item())
-        ready = utils.BarrierRef(pointer, reg.integer(0), None, 1)  # pyright: ignore
-        to, at = element(smem, slot_, width, utils.c(0, i64)), element(gmem, row_, columns, begin_)
+    @reg.inline(arg_types=(reg.SCALAR, reg.PLAIN, reg.PLAIN, *[reg.SCALAR] * 4))
+    def go(_, address, gmem, smem, *scalars):
+        row_, begin_, columns_, slot_ = (x.registers.item() for x in scalars)
+        barrier_ = barrier_at(address)
+        to = element(smem, arith.muli(slot_, reg.integer(PIECES * pitch)))
+        at = element(gmem, _in_row(row_, width, begin_))
         with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            ready.arrive(127)  # with the next line, the 128 that Mosaic expects of a warpgroup
-            ready.arrive_expect_tx(4 * width)
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [to, at, reg.integer(4 * width), pointer],
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-                "r,l,r,r",
+            expect(barrier_, arith.muli(columns_, reg.integer(4)))
+            for p in range(PIECES):
+                left = arith.subi(columns_, reg.integer(p * wide))
+                utils.inline_ptx(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+                    utils.getelementptr(to, [p * pitch], ir.F32Type.get()),
+                    utils.getelementptr(at, [p * wide], ir.F32Type.get()),
+                    arith.muli(arith.minsi(left, reg.integer(wide)), reg.integer(4)),
+                    barrier_.get_ptr(),
+                    predicate=reg.below(reg.integer(0), left),
+                    has_side_effects=True,
+                )
+
+    go(barrier_address(barrier), source, ring, *(jnp.asarray(x, i32) for x in (row, begin, columns, slot)))
+
+
+def statistics(
+    ring: Any, slot: Any, columns: Any, sizes: Iterable[int], inv: jax.Array, tops: Any, masses: Any, at: Any
+):
+    """lse.tile of the tiles of ring[slot], its logits multiplied by inv: maxima to tops[at :], sums to masses[at :].
+
+    The same operations in the same order, but for what no rounding can show: the order of maxima, and exponentials
+    below 2^-126 as 0 in a sum that is at least 1. tops, masses: flat fp32 in SMEM.
+    """
+    wide, pitch = ring.shape[2] - GAP, ring.shape[2]
+    each = wide // VOCAB_TILE  # tiles of a piece
+    if interpreting():
+
+        def run(size):
+            flat = jnp.concatenate([ring[slot, p, pl.ds(0, n)] for p, (_, n) in enumerate(_pieces(wide, size)) if n])
+            tiles = -(-size // VOCAB_TILE)
+            raw = jnp.full((MOST_TILES * VOCAB_TILE,), jnp.nan, f32).at[:size].set(flat).reshape(MOST_TILES, -1)
+            left = size - jnp.arange(MOST_TILES)[:, None] * VOCAB_TILE
+            _, top, mass = shared.tile(raw * inv, jnp.arange(VOCAB_TILE)[None] < left)
+            tops[pl.ds(at, tiles)], masses[pl.ds(at, tiles)] = top[:tiles], mass[:tiles]
+
+        _whichever(columns, sizes, run)
+        return
+
+    @reg.inline(arg_types=(*[reg.PLAIN] * 3, *[reg.SCALAR] * 4))
+    def go(_, smem, tops_, masses_, *scalars):
+        slot_, columns_, at_, inv_ = (x.registers.item() for x in scalars)
+        warp, lane = place()
+        half, pair = arith.remui(lane, reg.integer(2)), arith.divui(lane, reg.integer(2))
+        piece = arith.remui(pair, reg.integer(PIECES))
+        index = _sum(arith.muli(warp, reg.integer(4)), arith.divui(pair, reg.integer(PIECES)))
+        tile, offset = _sum(arith.muli(piece, reg.integer(each)), index), arith.muli(half, reg.integer(4))
+        left = arith.subi(columns_, _sum(arith.muli(tile, reg.integer(VOCAB_TILE)), offset))
+        line = arith.minsi(index, reg.integer(each - 1))  # past the piece: its last tile once more
+        start = _sum(
+            arith.muli(slot_, reg.integer(PIECES * pitch)),
+            arith.muli(piece, reg.integer(pitch)),
+            arith.muli(line, reg.integer(VOCAB_TILE)),
+            offset,
+        )
+        top, mass = _tile(_half(element(smem, start)), inv_, left)
+        mine = arith.andi(reg.below(index, reg.integer(each)), reg.below(reg.integer(0), left))
+        with utils.when(arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, half, reg.integer(0)))):
+            llvm.store(top, element(tops_, arith.addi(at_, tile)))
+            llvm.store(mass, element(masses_, arith.addi(at_, tile)))
+
+    go(ring, tops, masses, *(jnp.asarray(x, i32) for x in (slot, columns, at)), jnp.asarray(inv, f32))
+
+
+def subtract(
+    ring: Any, slot: Any, columns: Any, sizes: Iterable[int], inv: Any, norm: Any, out: Any, row: Any, begin: Any
+):
+    """out[row, begin : begin + columns] = ring[slot] inv - norm, the product rounded. A warp takes a piece."""
+    wide, pitch, width = ring.shape[2] - GAP, ring.shape[2], out.shape[1]
+    if interpreting():
+
+        def run(size):
+            for p, (first, n) in enumerate(_pieces(wide, size)):
+                if n:
+                    raw = ring[slot, p, pl.ds(0, n)]
+                    out[row, pl.ds(begin + first, n)] = shared.scaled(raw, inv) - norm
+
+        _whichever(columns, sizes, run)
+        return
+
+    @reg.inline(arg_types=(reg.PLAIN, reg.PLAIN, *[reg.SCALAR] * 6))
+    def go(_, smem, gmem, *scalars):
+        slot_, columns_, row_, begin_, inv_, norm_ = (x.registers.item() for x in scalars)
+        kind = ir.F32Type.get()
+        warp, lane = place()
+        four, mine = ir.VectorType.get((4,), kind), arith.muli(lane, reg.integer(4))
+        first = arith.addi(arith.muli(warp, reg.integer(wide)), mine)
+        left = arith.subi(columns_, first)
+        to = element(gmem, _in_row(row_, width, arith.addi(begin_, first)))
+        slots, pieces = arith.muli(slot_, reg.integer(PIECES * pitch)), arith.muli(warp, reg.integer(pitch))
+        source = element(smem, _sum(slots, pieces, mine))
+        for at in range(0, wide, VOCAB_TILE):
+            read = llvm.load(four, utils.getelementptr(source, [at], kind), alignment=16)
+            utils.inline_ptx(
+                "st.global.v4.f32 [$0], {$1, $2, $3, $4};",
+                utils.getelementptr(to, [at], kind),
+                *[arith.subf(_product(reg.element(read, e), inv_), norm_) for e in range(4)],
+                predicate=reg.below(reg.integer(at), left),
                 has_side_effects=True,
-                asm_dialect=0,
             )
 
-    run(barrier_address(barrier), source, leaf, *(jnp.asarray(x, i32) for x in (row, begin, slot)))
+    integers = (jnp.asarray(x, i32) for x in (slot, columns, row, begin))
+    go(ring, out, *integers, jnp.asarray(inv, f32), jnp.asarray(norm, f32))
 
 
-def statistics(leaf: Any, slot: jax.Array, first: jax.Array, count: jax.Array, inv: jax.Array):
-    """lse.tile of the tiles from `first` on of leaf[slot], its logits multiplied by inv: maximum and sum, [64].
-
-    The same operations in the same order, the rows of a block in two halves. From `count` (1 to 64) on rows repeat some
-    tile of the leaf. leaf: fp32 [slots, width] in SMEM, after which one more tile may be read.
-    """
-    width = leaf.shape[1]
-    if interpreting():
-        flat = jnp.concatenate([leaf[slot, :], jnp.full((BLOCK[0] * VOCAB_TILE,), jnp.nan, f32)])
-        raw = jax.lax.dynamic_slice_in_dim(flat, first * VOCAB_TILE, BLOCK[0] * VOCAB_TILE).reshape(BLOCK)
-        left = width - (first + jnp.arange(BLOCK[0])[:, None]) * VOCAB_TILE
-        return shared.tile(raw * inv, jnp.arange(VOCAB_TILE)[None] < left)[1:]
-
-    @reg.inline(arg_types=(reg.PLAIN, *[reg.SCALAR] * 4), return_type=(reg.ROW_OUT, reg.ROW_OUT))
-    def run(_, smem, *scalars):
-        slot_, first_, count_, inv_ = (x.registers.item() for x in scalars)
-        base = arith.addi(arith.muli(slot_, reg.integer(width)), reg.column())
-        ends = []
-        for half in range(2):
-            tile = arith.addi(first_, arith.minsi(reg.row(half), arith.subi(count_, reg.integer(1))))
-            start = arith.muli(tile, reg.integer(VOCAB_TILE))
-            left = arith.subi(arith.subi(reg.integer(width), start), reg.column())
-            raw = _columns(smem, arith.addi(base, start))
-            ends.append(_tile(raw, inv_, left))
-        return tuple(reg.value(np.array(x, object)) for x in zip(*ends, strict=True))
-
-    return run(leaf, *(jnp.asarray(x, i32) for x in (slot, first, count)), jnp.asarray(inv, f32))
+def _pieces(wide: int, columns: int) -> list[tuple[int, int]]:
+    """(first column, columns) of each piece of a part."""
+    return [(p * wide, max(0, min(wide, columns - p * wide))) for p in range(PIECES)]
 
 
-def _columns(smem: Any, at: Any) -> np.ndarray:
-    """[eighth, 2]: this thread's columns of the tile from element `at` on.
+def _whichever(columns: Any, sizes: Iterable[int], run: Callable[[int], None]) -> None:
+    """run(size) for the one of the sizes that `columns` is: the interpreter's copies are of a fixed size."""
+    for size in sizes:
+        pl.when(columns == size)(functools.partial(run, size))
 
-    All tiles begin in the same bank, so four neighbouring rows read four eighths each in an order of their own.
-    """
-    i64, kind = ir.IntegerType.get_signless(64), ir.F32Type.get()
-    pair = ir.VectorType.get((2,), kind)
-    turn = arith.andi(arith.divui(reg.thread(), reg.integer(4)), reg.integer(3))
-    bit = lambda k: arith.cmpi(arith.CmpIPredicate.ne, arith.andi(turn, reg.integer(k)), reg.integer(0))
-    odd, high = bit(1), bit(2)
-    starts = []
-    for k in range(4):
-        eighth = arith.andi(arith.addi(turn, reg.integer(k)), reg.integer(3))
-        index = arith.addi(at, arith.muli(eighth, reg.integer(8)))
-        starts.append(utils.getelementptr(utils.memref_ptr(smem), [arith.extsi(i64, index)], kind))
-    out = np.empty((EIGHTS, 2), object)
-    for a in range(0, EIGHTS, 4):
-        read = [llvm.load(pair, utils.getelementptr(s, [8 * a], kind)) for s in starts]  # k holds eighth k + turn
-        read = [arith.select(odd, read[k - 1], read[k]) for k in range(4)]
-        read = [arith.select(high, read[k - 2], read[k]) for k in range(4)]
-        for k, e in np.ndindex(4, 2):
-            out[a + k, e] = reg.element(read[k], e)
+
+def _half(source: Any) -> np.ndarray:
+    """[step, 4]: this thread's half of a tile."""
+    kind = ir.F32Type.get()
+    four, out = ir.VectorType.get((4,), kind), np.empty((STEPS, 4), object)
+    for i in range(STEPS):
+        read = llvm.load(four, utils.getelementptr(source, [8 * i], kind), alignment=16)
+        out[i] = [reg.element(read, e) for e in range(4)]
     return out
 
 
 def _tile(raw: np.ndarray, inv: Any, left: Any) -> tuple[Any, Any]:
-    """Scalars: maximum and sum of a tile, whose columns lie in four threads; `left` of this one's are in the leaf."""
-    kind = ir.F32Type.get()
-    asm = lambda text, *xs: llvm.inline_asm(kind, xs, text, ",".join(["=f"] + ["f"] * len(xs)), asm_dialect=0)
-    z, hidden = np.empty_like(raw), reg.constant(-np.inf)
+    """Scalars: maximum and sum of a tile, whose halves lie in two threads; `left` of this one's columns are inside.
+
+    The sum's order is Mosaic's in lse.LAYOUT: a column of even and of odd eighths, neighbours, then what four threads
+    had there and two have here.
+    """
+    hidden = reg.constant(-np.inf)
+    inside = lambda i, e: reg.below(reg.integer(8 * i + e), left)
+    z = reg.each(lambda x: _product(x, inv), raw)
     for i, e in np.ndindex(*z.shape):
-        inside = arith.cmpi(arith.CmpIPredicate.sgt, left, reg.integer(8 * i + e))
-        # a product that no subtraction contracts, as lse.scaled has it
-        z[i, e] = arith.select(inside, asm("mul.rn.f32 $0, $1, $2;", raw[i, e], inv), hidden)
-    top = reg.over_quad(arith.maximumf, functools.reduce(arith.maximumf, z.flat, reg.constant(MASKED)))
+        z[i, e] = arith.select(inside(i, e), z[i, e], hidden)
+    both = lambda op, x: op(x, utils.shfl_bfly(x, 1))
+    largest = lambda values: functools.reduce(arith.maximumf, values)
+    top = both(arith.maximumf, arith.maximumf(largest([largest(z[:, e]) for e in range(4)]), reg.constant(MASKED)))
+    sums = np.empty((2, 4), object)
     for i, e in np.ndindex(*z.shape):
-        z[i, e] = asm("ex2.approx.f32 $0, $1;", arith.mulf(arith.subf(z[i, e], top), reg.constant(LOG2E)))
-    add = lambda values: functools.reduce(arith.addf, values)
-    mass = add([arith.addf(add(z[0::2, e]), add(z[1::2, e])) for e in range(2)])  # Mosaic's order in this layout
-    return top, reg.over_quad(arith.addf, mass)
+        share = reg.exp2(arith.mulf(arith.subf(z[i, e], top), reg.constant(LOG2E)))
+        sums[i % 2, e] = share if i < 2 else arith.addf(sums[i % 2, e], share)
+    s = [arith.addf(*sums[:, e]) for e in range(4)]
+    return top, both(arith.addf, arith.addf(arith.addf(s[0], s[1]), arith.addf(s[2], s[3])))
+
+
+# -- scalars -----------------------------------------------------------------------------------------------------------
+def place() -> tuple[Any, Any]:
+    """(warp of the warpgroup, lane) of this thread."""
+    thread = reg.thread()
+    return arith.divui(thread, reg.integer(WARP)), arith.remui(thread, reg.integer(WARP))
+
+
+def element(ref: Any, index: Any) -> Any:
+    """Address of an fp32 element, counted through the whole ref."""
+    i64 = ir.IntegerType.get_signless(64)
+    wide = index if index.type == i64 else arith.extsi(i64, index)
+    return utils.getelementptr(utils.memref_ptr(ref), [wide], ir.F32Type.get())
+
+
+def barrier_at(address: Any) -> Any:
+    """The barrier at `barrier_address`."""
+    pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address.registers.item())
+    return utils.BarrierRef(pointer, reg.integer(0), None, 1)  # pyright: ignore
+
+
+def expect(barrier: Any, count: Any) -> None:
+    """The whole arrival of a warpgroup, and of that many bytes, by one thread."""
+    barrier.arrive(ARRIVALS - 1)
+    barrier.arrive_expect_tx(count)
+
+
+def _in_row(row: Any, columns: int, column: Any) -> Any:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(arith.muli(arith.extsi(i64, row), utils.c(columns, i64)), arith.extsi(i64, column))
+
+
+def _sum(*terms: Any) -> Any:
+    return functools.reduce(arith.addi, terms)
+
+
+def _product(a: Any, b: Any) -> Any:
+    """A product that no addition contracts, as lse.scaled has it."""
+    return llvm.inline_asm(ir.F32Type.get(), [a, b], "mul.rn.f32 $0, $1, $2;", "=f,f,f", asm_dialect=0)

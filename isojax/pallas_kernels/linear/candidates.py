@@ -46,11 +46,13 @@ def few(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
         yield Tiles(64, one, k, (2, 1))
         yield Tiles(64, one, half, (2, 1))
         yield Tiles(64, two, twice, (1, 1))
+        yield Tiles(64, two, twice, (1, 1), snake=1)
         yield Tiles(64, two, twice, (1, 1), cluster=2, shared="w")
         yield Tiles(64, two, k, (2, 1), split=2)
     else:
         cols, down, right = by_model(rows, n, 192 if leaves == 1 else 96, ((2, 1), (1, 1)))[0]
         yield Tiles(64, cols, k, (down, right))
+        yield Tiles(64, cols, k, (down, right), snake=1)
         yield Tiles(64, cols, half, (down, right))
         yield Tiles(64, cols, k, (down, right), cluster=2, shared="w")
         yield Tiles(64, cols, twice, (down, right))

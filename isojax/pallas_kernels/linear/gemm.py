@@ -188,6 +188,18 @@ def opaque(n: int) -> jax.Array:
     return lax.optimization_barrier(jnp.int32(n))
 
 
+def join(sums: list[tuple[jax.Array, int]], value: jax.Array) -> list[tuple[jax.Array, int]]:
+    """Sums of a balanced tree, each with its count of leaves, after one more leaf: equal neighbours are added.
+
+    Pinned where they are made: LLVM would put them off until after later leaves and keep every leaf alive.
+    """
+    count = 1
+    while sums and sums[-1][1] == count:
+        *sums, (left, _) = sums
+        value, count = lax.optimization_barrier(left + value), 2 * count
+    return [*sums, (value, count)]
+
+
 def product(
     x: Any,
     w: Any,
@@ -211,7 +223,7 @@ def product(
     stages = s.x.shape[0]
     halves = s.x_half is not None
     every = steps * leaves  # ring steps of an item
-    behind = min(max(1, 64 // t.k), steps - 1, stages - 1)  # steps that multiply while the next one is issued
+    behind = min(max(1, 64 // t.k), steps - 1, stages // 2)  # steps that multiply while the next one is issued
     wg = lax.axis_index("wg")
 
     def share(operand: str) -> Any:
@@ -286,48 +298,60 @@ def product(
         def _item(info):
             at = locate(info.index[0])
 
-            def chain(leaf: Any, odd: bool) -> jax.Array:
-                """One leaf's sum. odd: the second of a pair."""
-                first = info.local_index * every + leaf * steps
+            def some(low: Any, count: int) -> jax.Array:
+                """The sum of `count` leaves from `low`, in registers. A leaf's first steps run before the last ones of
+                the leaf before it have ended, so that the tensor cores wait for no sum; its accumulator is one that
+                the tree has room for then."""
+                first = [info.local_index * every + (low + j) * steps for j in range(count)]
 
-                def run(acc):
-                    def mma(i, half=False):
-                        slot = lax.rem(first + i, stages)
-                        plgpu.barrier_wait(s.full.at[slot])
-                        x, w, slot = (s.x_half, s.w_half, 2 * slot) if half else (s.x, s.w, slot)
-                        a = matrix(x, stored.x_first, slot, pl.ds(down * t.m, t.m))
-                        b = matrix(w, stored.w_first, slot, pl.ds(right * t.n, t.n))
-                        plgpu.wgmma(acc, a, b.T)
+                def mma(acc, j, i, half=False):
+                    slot = lax.rem(first[j] + i, stages)
+                    plgpu.barrier_wait(s.full.at[slot])
+                    x, w, slot = (s.x_half, s.w_half, 2 * slot) if half else (s.x, s.w, slot)
+                    a = matrix(x, stored.x_first, slot, pl.ds(down * t.m, t.m))
+                    b = matrix(w, stored.w_first, slot, pl.ds(right * t.n, t.n))
+                    plgpu.wgmma(acc, a, b.T)
 
-                    def release(i):
-                        plgpu.barrier_arrive(s.free.at[lax.rem(first + i, stages)])
+                def release(j, i):
+                    plgpu.barrier_arrive(s.free.at[lax.rem(first[j] + i, stages)])
 
+                def rest(acc, j):
                     def step(i, _, half=False):
-                        mma(i, half)
+                        mma(acc, j, i, half)
                         plgpu.wgmma_wait(behind)
-                        release(i - behind)
+                        release(j, i - behind)
 
-                    whole = steps - (halves and not odd)
-                    for i in range(behind):
-                        mma(i, half=halves and odd and i == 0)
+                    whole = steps - (halves and j % 2 == 0)
                     lax.fori_loop(behind, opaque(whole), step, None)
                     if whole < steps:
                         step(whole, None, half=True)
-                    value = acc[...]  # waits for all
+
+                def ended(acc, j, running):
+                    """Leaf j's sum, when at most `running` steps of the next one are under way."""
+                    value = lax.optimization_barrier(plgpu.wgmma_accumulator_load(acc, wait_n=running))
                     for i in range(steps - behind, steps):
-                        release(i)
+                        release(j, i)
                     return value
 
-                return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((t.m, t.n), jnp.float32))
+                def leaf(j, before, sums):
+                    def run(acc):
+                        for i in range(behind):
+                            mma(acc, j, i, half=halves and j % 2 == 1 and i == 0)
+                        done = join(sums, ended(before, j - 1, behind)) if j else sums
+                        rest(acc, j)
+                        if j + 1 < count:
+                            return leaf(j + 1, acc, done)
+                        [(total, _)] = join(done, ended(acc, j, 0))
+                        return total
 
-            def add(low: Any, count: int, level: int, odd: bool = False) -> jax.Array:
-                if count == 1:
-                    return chain(low, odd)
-                half = functools.partial(add, count=count // 2, level=level + 1)
+                    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((t.m, t.n), jnp.float32))
+
+                return leaf(0, None, [])
+
+            def add(low: Any, count: int, level: int) -> jax.Array:
                 if level >= t.parked(leaves):
-                    left = half(low)
-                    # Pinned here: LLVM would put the sums off until after later chains and keep every leaf alive.
-                    return lax.optimization_barrier(left + half(low + count // 2, odd=count == 2))
+                    return some(low, count)
+                half = functools.partial(add, count=count // 2, level=level + 1)
                 park = s.park.at[wg, level]
 
                 def each(i, _):  # a loop: half as much code as both halves written out, and fewer registers

@@ -160,11 +160,8 @@ def for_column(t: int, n: int, k: int) -> Tiles:
         return Tiles(64, cols, stride(k, 128 if t <= 64 else 64), (down, 1))
     if t <= 256:
         cols, *groups = by_model(t, n, 192, ((2, 1), (1, 1)))[0]
-        if waves(t, n, 64 * groups[0], cols) > 1 and t > 192:
-            return Tiles(64, cols, stride(k), (2, 1), cluster=2, shared="w")
-        if groups == [1, 1]:
-            return Tiles(64, cols, stride(k, 128 if cols <= 64 else 64), (1, 1), snake=1)
-        return Tiles(64, cols, stride(k), (groups[0], groups[1]))
+        wide = groups == [1, 1] and cols <= 64
+        return Tiles(64, cols, stride(k, 128 if wide else 64), (groups[0], groups[1]), snake=1)  # neighbours share w
     flat, tall = by_model(t, n, 256)[0], by_model(t, n, 192, m=128)[0]
     if cost(t, n, 128, *tall) < 0.97 * cost(t, n, 64, *flat):
         return Tiles(128, tall[0], stride(k), (2, 1))
@@ -186,12 +183,14 @@ def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
             return Tiles(64, pair, steps(128), (1, 1), split=2)
         return Tiles(64, min(96, share(n, SMS)), steps(128), (1, 1))
     if t <= 256:
+        order = 8 if tall == 1 else 1  # neighbours in time share weights
         if halves and t == 256:  # two blocks to a tile spill
-            return Tiles(64, min(128, share(n, SMS // 4)), 64, (1, 1), cluster=2, shared="w")
-        if leaves % 2 == 0 and width >= 384 * tall and not (halves and tall == 2):
+            return Tiles(64, min(128, share(n, SMS // 4)), 64, (1, 1), snake=order)
+        if leaves % 2 == 0 and width >= (384 if tall == 1 else 1024) and not (halves and tall == 2):
             return Tiles(64, pair, steps(), (2, 1), split=2)
         cols, *groups = by_model(t, n, 96, ((2, 1), (1, 1)))[0]
-        return Tiles(64, cols, steps(128 if (groups[0] * 64 + cols) <= 128 else 64), (groups[0], groups[1]))
+        k_step = steps(128 if groups[0] * 64 + cols <= 128 else 64)
+        return Tiles(64, cols, k_step, (groups[0], groups[1]), snake=order)
     cols, *_ = by_model(t, n, 128)[0]
     return Tiles(64, cols, steps(), (2, 1))
 
