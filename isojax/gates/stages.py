@@ -1,5 +1,4 @@
-"""The stages of `isojax gate --stage`: each is a list of steps, and a step gives gate results, one
-after another.
+"""The stages of `isojax gate --stage`: each is a list of steps, and a step gives gate results, one after another.
 
 gates     every region's own gates (isojax.gates.run), on cpu too
 light     every region's kernel against its reference on the host, in distance; and twice the same bits

@@ -39,6 +39,8 @@ def test_kernel_supports_the_shapes(name):
         region.check("sm90", avals, statics)
         call = lambda *a, statics=statics: region.primitive.bind(*a, **statics)
         outs = sum(a.size * a.dtype.itemsize for a in jax.eval_shape(call, *avals))
+        if "sequences" in c.at:  # of decoding: the rows that an engine pads with need not move
+            outs *= c.at["sequences"] / avals[0].shape[0]
         assert c.bytes >= outs and c.flops >= 0
 
 

@@ -66,9 +66,9 @@ def test_a_step_that_breaks_is_a_result():
     def broken():
         raise RegionError("no such thing")
 
-    assert stages.fenced("x", broken) == [GateResult("x", 0, 0, False, "RegionError: no such thing")]
+    assert list(stages.fenced("x", broken)) == [GateResult("x", 0, 0, False, "RegionError: no such thing")]
     good = [GateResult("x", 1, 0, True)]
-    assert stages.fenced("x", lambda: good) is good
+    assert list(stages.fenced("x", lambda: good)) == good
 
 
 @pytest.mark.parametrize("args", [["--stage", "nonsense"], ["--stage", "light"], ["norms.rsm"]])

@@ -167,7 +167,8 @@ def test_programs_of_decoding_fit_the_rows_that_are_there():
     assert splits(1, 32768) == -(-32768 // KV_PARTITION)  # one program a partition: fewer than would fill the GPU
     assert splits(16, 32768) == 5
     for rows in (0, 1, 16, 65, 256):
-        assert int(splits(jnp.int32(rows), 32768)) == splits(max(rows, 1), 32768)
+        there = kernel_decode_sm90.splits_there(shape(256, 32768), jnp.int32(rows), 528)
+        assert int(there) == splits(max(rows, 1), 32768)
     for items in (1, 8, 64, 256):
         grid = kernel_decode_sm90.grid_of(shape(items, 5120), 528)
         assert all(rows * 8 * splits(rows, 5120) <= grid for rows in range(1, items + 1))

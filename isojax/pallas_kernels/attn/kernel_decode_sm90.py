@@ -44,12 +44,14 @@ def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning
     return _folded(shape)(*states, cu_q, lens, work)
 
 
-def splits_of(s: Shape, rows, programs: int):
-    """Programs that share the partitions of one of `rows` rows: int32 scalar, or an int for an int."""
-    blocks = rows * s.blocks
-    if isinstance(rows, int):
-        return max(1, min(s.partitions, -(-programs // blocks)))
-    blocks = lax.max(blocks, i32(1))  # a batch of no row
+def splits_of(s: Shape, rows: int, programs: int) -> int:
+    """Programs that share the partitions of one of `rows` rows."""
+    return max(1, min(s.partitions, -(-programs // (rows * s.blocks))))
+
+
+def splits_there(s: Shape, rows: jax.Array, programs: int) -> jax.Array:
+    """`splits_of` on the device, where there may be no row."""
+    blocks = lax.max(rows * s.blocks, i32(1))
     return lax.max(i32(1), lax.min(i32(s.partitions), lax.div(blocks + (programs - 1), blocks)))
 
 
@@ -107,7 +109,7 @@ def _partials(s: Shape, scale: float, tuning: Tuning):
     def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
         program, there = lax.axis_index("program"), cu_q[cu_q.shape[0] - 1]  # the work list names one row an item
         let_next_start()  # the fold: its start is hidden behind this kernel
-        splits = splits_of(s, there, tuning.programs)
+        splits = splits_there(s, there, tuning.programs)
         unit, split = lax.div(program, splits), lax.rem(program, splits)
         item, block = lax.div(unit, i32(s.blocks)), lax.rem(unit, i32(s.blocks))
 
