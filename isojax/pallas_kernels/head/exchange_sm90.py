@@ -2,6 +2,10 @@
 
 A leaf's tiles are added by one warp; its result goes straight to the shared memory of all blocks, and tells a barrier
 there of its bytes. Below Pallas, which stores to another block only what lies in tiles.
+
+Open: one barrier counts the bytes of every row, so a leaf of row k + 1 that overtook another block's leaf of row k
+would end phase k too soon. A whole row's stores and statistics lie between them; only a barrier for each side would
+exclude it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A cluster of blocks takes row after row, a block some of its vocabulary leaves. A leaf falls into parts, which go around
 a ring in shared memory. Each slot belongs to a warpgroup, which computes the statistics of the part's tiles and, when
-the sums of all leaves are there, subtracts and fetches the next part. Where a
-block cannot hold its part of a row, it fetches what is missing once more.
+the sums of all leaves are there, subtracts and fetches the next part. Where a block cannot hold its part of a row, it
+fetches what is missing once more.
 """
 
 from __future__ import annotations
