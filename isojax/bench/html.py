@@ -67,7 +67,7 @@ def _cell(section: Section, row: Row | None) -> str:
         return "<td></td>"
     known = {
         "ours": row.us, "peer": row.peer_us, "floor": row.floor_us, "spread": row.spread, "memory": row.memory,
-        "peer's memory": row.peer_memory, "distance from the peer": row.distance,
+        "peer's memory": row.peer_memory, "copy": row.copy_us, "distance from the peer": row.distance,
     }  # fmt: skip
     tip = row.error or ", ".join(f"{k} {v:.4g}" for k, v in known.items() if v is not None)
     text = markdown.cell(section, row).replace("**", "")

@@ -131,6 +131,7 @@ def _row(region: Region, case: BenchCase, error: str = "", r: BenchResult | None
         flops_us=r.flops_us,
         memory=r.memory,
         peer_memory=r.peer_memory,
+        copy_us=r.copy and r.copy.us,
         distance=r.distance,
     )
 

@@ -16,8 +16,8 @@ from isojax.errors import InputError
 BEGIN, END = "<!-- isojax bench kernels: begin -->", "<!-- isojax bench kernels: end -->"
 CELLS = (
     "A cell: value (our microseconds, floor over them). A ratio is the peer's time over ours; a bandwidth is the part "
-    "of the measured copy bandwidth that is reached; the floor is the larger of bytes over copy bandwidth and FLOPs "
-    "over the torch.mm rate."
+    "of the measured copy bandwidth that is reached (beside it: the time of a copy of as many bytes, over ours); the "
+    "floor is the larger of bytes over copy bandwidth and FLOPs over the torch.mm rate."
 )
 
 
@@ -97,6 +97,8 @@ def cell(section: Section, row: Row | None) -> str:
     shown = "-" if value is None else f"{value:.2f}"
     if state(row) == "missed":
         shown = f"**{shown}**"
+    if section.kind == "bandwidth" and row.of_copy is not None:  # whose value is the floor over ours already
+        return f"{shown} ({row.us:.1f}, {row.of_copy:.0%} of a copy)"
     return f"{shown} ({row.us:.1f}, {row.efficiency:.0%})"
 
 

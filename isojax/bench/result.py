@@ -41,8 +41,8 @@ class Row(Frozen):
     """One case. Times are medians in microseconds; a spread is the interquartile range over the median.
 
     error: why there is no time, '' where there is one. against: the peer; peer_us: None where there is none. memory:
-    peak bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2. at: see
-    isojax.gates.bench.
+    peak bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2. copy_us: of
+    a device copy of as many bytes, where a case has no flops. at: see isojax.gates.bench.
     """
 
     region: str
@@ -59,6 +59,7 @@ class Row(Frozen):
     flops_us: Least = 0.0
     memory: int | None = None
     peer_memory: int | None = None
+    copy_us: Positive | None = None
     distance: Least | None = None
     error: str = ""
 
@@ -85,6 +86,12 @@ class Row(Frozen):
     def bandwidth(self) -> float | None:
         """Part of the copy bandwidth that is reached, if every byte moves once."""
         return None if self.us is None else self.bytes_us / self.us
+
+    @computed_field
+    @property
+    def of_copy(self) -> float | None:
+        """Time of a copy of as many bytes over ours: 1 is as fast as a copy of this size."""
+        return None if self.us is None or self.copy_us is None else self.copy_us / self.us
 
     @computed_field
     @property

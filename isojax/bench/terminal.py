@@ -26,7 +26,7 @@ def show(report: Report, console: Console, brief: bool = False) -> None:
 def _cases(report: Report, rows: list[Row] | tuple[Row, ...]) -> Table:
     table = Table(title=report.machine.gpu)
     table.add_column("case", overflow="fold")
-    for name in ("us", "peer us", "floor us", "ratio", "bandwidth", "bar"):
+    for name in ("us", "peer us", "floor us", "ratio", "bandwidth", "of a copy", "bar"):
         table.add_column(name, justify="right")
     table.add_column("")
     number = lambda v, digits: "-" if v is None else f"{v:.{digits}f}"
@@ -36,7 +36,8 @@ def _cases(report: Report, rows: list[Row] | tuple[Row, ...]) -> Table:
         cells = (number(r.us, 1), number(r.peer_us, 1), number(r.floor_us, 1), number(r.ratio, 2))
         verdict = "" if state(r) == "shown" else escape(r.error) or state(r)
         verdict += f" ({r.against})" if bar is not None and bar.peer not in ("", r.against) else ""
-        table.add_row(escape(r.name), *cells, number(r.bandwidth, 2), asked, verdict, style=STYLES[state(r)])
+        cells += number(r.bandwidth, 2), number(r.of_copy, 2), asked, verdict
+        table.add_row(escape(r.name), *cells, style=STYLES[state(r)])
     return table
 
 

@@ -116,6 +116,8 @@ class BenchResult:
     """Times in microseconds. peer: None where there is none. bytes_us, flops_us: the two floors.
 
     memory: peak bytes beyond the operands, outputs included. distance: of ours from the peer's outputs, relative L2.
+    copy: of a device copy that moves as many bytes, where the case has no flops; a small one is far from the bandwidth
+    of a large one, from which bytes_us comes.
     """
 
     name: str
@@ -127,6 +129,7 @@ class BenchResult:
     peer_memory: int | None = None
     distance: float | None = None
     against: str = ""
+    copy: Timing | None = None
 
     @property
     def us(self) -> float:
@@ -221,6 +224,13 @@ def rates(torch: Any, device: Any, measure: Callable[[Callable[[], Any]], float]
     return copied, 2 * n**3 / measure(lambda: torch.mm(a, b))
 
 
+def copier(torch: Any, device: Any, moved: int) -> Callable[[], Any]:
+    """A device copy that moves that many bytes, read and written ones together."""
+    source = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def distance(torch: Any, ours: Any, peer: Any) -> float:
     """Largest relative L2 distance of the peer's outputs from ours; ours may have further outputs and rows.
 
@@ -265,13 +275,13 @@ def measure_case(
     tensors = [None if o is None else o.tensor(torch, device) for o in case.operands]
     ours: Callable[[], Any] = functools.partial(run, *[t for t in tensors if t is not None])
     memory, outputs = watch.memory(ours)
-    peer_memory = gap = peer_time = None
+    peer_memory = gap = None
     against = ""
     if (case.peer is None or not case.comparable) and (why := emptiness(torch, outputs)):
         raise Empty(f"{region.name}/{case.name}: {why}, and there is no peer's to compare it with")
     if case.peer is None:
         del outputs
-        [time] = watch.among(ours)
+        peer = None
     else:
         made = case.peer(torch, *tensors)
         against, peer = made if isinstance(made, Peer) else (case.against, made)
@@ -282,8 +292,11 @@ def measure_case(
             if gap > FAR:
                 raise FarFromPeer(f"{region.name}/{case.name}: outputs are {gap:.2g} (relative L2) off the peer's")
         del outputs, theirs
-        time, peer_time = watch.among(ours, peer)
+    copy = None if case.flops else copier(torch, device, case.bytes)
+    times = iter(watch.among(*(fn for fn in (ours, peer, copy) if fn is not None)))
+    time, peer_time, copy_time = (None if fn is None else next(times) for fn in (ours, peer, copy))
+    assert time is not None
     return BenchResult(
         f"{region.name}/{case.name}", time, peer_time, case.bytes / bandwidth, case.flops / flops,
-        memory, peer_memory, gap, against,
+        memory, peer_memory, gap, against, copy_time,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from isojax.bench.compile import Job, prepare
 from isojax.bench.result import Machine, Row
 from isojax.bench.sections import sections
 from isojax.errors import InputError, RegionError, Unavailable
+from isojax.gates import bench
 from isojax.gates.bench import (
     BenchCase,
     BenchResult,
@@ -22,6 +23,7 @@ from isojax.gates.bench import (
     Peer,
     Stopwatch,
     Timing,
+    copier,
     distance,
     measure_case,
     summary,
@@ -134,6 +136,22 @@ def test_measure_case():
     assert found.against == "torch"
     alone = measure_case(region, dataclasses.replace(CASE, peer=None), lambda x: (x,), Watch(), 1.0, 1.0)  # pyright: ignore
     assert alone.peer_us is None and alone.speedup is None
+
+
+@pytest.mark.parametrize("peer", [None, CASE.peer])
+def test_a_case_without_flops_is_timed_beside_a_copy_of_as_many_bytes(peer, monkeypatch):
+    moved = []
+    monkeypatch.setattr(bench, "copier", lambda torch, device, n: lambda: moved.append(n) or torch.zeros(1))
+    case = dataclasses.replace(CASE, flops=0, peer=peer)
+    found = measure_case(lookup("norms.rms"), case, lambda x: (x * 2,), Watch(), 100.0, 10.0)  # pyright: ignore
+    assert set(moved) == {400} and found.copy and found.copy.us == (20.0 if peer is None else 30.0)
+    assert found.peer_us == (None if peer is None else 20.0)
+    busy = dataclasses.replace(case, flops=1)
+    assert measure_case(lookup("norms.rms"), busy, lambda x: (x * 2,), Watch(), 100.0, 10.0).copy is None  # pyright: ignore
+
+
+def test_copier_moves_what_is_asked():
+    assert copier(torch, "cpu", 400)().numel() == 200
 
 
 @pytest.mark.parametrize("wrong", [lambda x: (x * 2.1,), lambda x: (x * torch.nan,), lambda x: (x.flip(0) * 2,)])
