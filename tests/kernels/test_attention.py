@@ -119,14 +119,15 @@ def run(kernel, args, statics, **tuning):
 
 
 def test_ways_of_decoding_have_the_bits_of_many_rows():
-    """Three partitions: by one program, by three; rings of three and four places; and as a one-row tile of prefill."""
+    """Three partitions: by one program, by three; rings of five, three and seven places; as a row of prefill."""
     lens = (2 * KV_PARTITION + 1, KV_PARTITION + 1)
     args, statics = batch(lens, (1, 1), 2, 1, 64, page=128, tile=1)
     want = run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(programs=1))
     many, tall = batch(lens, (1, 1), 2, 1, 64, page=128, tile=64)
     many = (np.concatenate([args[0], np.full((62, 2, 64), np.nan, args[0].dtype)]), *many[1:])
     others = [
-        run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(places=4, programs=100)),
+        run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(places=3, programs=100)),
+        run(decode, args, statics, tuning=kernel_decode_sm90.Tuning(places=7)),
         run(prefill, many, tall),
     ]
     for got in others:
@@ -173,6 +174,12 @@ def test_programs_of_decoding_fit_the_rows_that_are_there():
         grid = kernel_decode_sm90.grid_of(shape(items, 5120), 528)
         assert all(rows * 8 * splits(rows, 5120) <= grid for rows in range(1, items + 1))
     places = lambda items, positions: kernel_decode_sm90.places_of(
-        shape(items, positions), kernel_decode_sm90.grid_of(shape(items, positions), 528)
+        kernel_decode_sm90.grid_of(shape(items, positions), 528)
     )
-    assert (places(1, 4096), places(16, 768), places(17, 768)) == (6, 6, 3)  # alone on a multiprocessor, or in pairs
+    assert (places(1, 4096), places(16, 768), places(17, 768)) == (5, 5, 3)  # alone on a multiprocessor, or in pairs
+
+
+def test_keys_and_values_take_turns_in_an_odd_ring():
+    for wrong in (1, 4):
+        with pytest.raises(ValueError, match="odd number of places"):
+            kernel_decode_sm90.Tuning(places=wrong)

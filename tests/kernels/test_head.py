@@ -14,12 +14,13 @@ from harness import compiles, interpret, reference, spec
 
 from isojax.errors import Unsupported
 from isojax.lowering import dumped
-from isojax.pallas_kernels.head import gate, kernel_rows_sm90, kernel_sm90, leaf_sm90
-from isojax.pallas_kernels.head.kernel_rows_sm90 import Plan
+from isojax.pallas_kernels.chip import SMS
+from isojax.pallas_kernels.head import gate, kernel_rows_sm90, kernel_sm90, leaf_sm90, plan_rows_sm90
 from isojax.pallas_kernels.head.lse import leaf_tiles
+from isojax.pallas_kernels.head.plan_rows_sm90 import Crew, Plan, crew
 from isojax.pallas_kernels.linear.tiles import Tiles, for_vocabulary
 from isojax.region import lookup
-from isojax.schedule import LEAVES
+from isojax.schedule import LEAVES, padded
 
 LOGITS, LOGPROB_ROWS, LOGPROB = (lookup(f"head.{n}") for n in ("logits", "logprob_rows", "logprob"))
 F32, I32 = jnp.float32, jnp.int32
@@ -81,8 +82,13 @@ def test_taller_tiles(monkeypatch, short_ring, t):
 
 @pytest.fixture
 def one_cluster(monkeypatch):
-    """The interpreter has threads for one."""
-    monkeypatch.setattr(kernel_rows_sm90, "CLUSTERS", {2: 1, 4: 1, 8: 1})
+    """The interpreter has threads for one: use(plan) makes it that one."""
+
+    def use(p):
+        monkeypatch.setattr(kernel_rows_sm90, "crew", lambda *_: Crew(p, 1, late=1000))
+
+    use(Plan(blocks=4, parts=2, warpgroups=2, slots=4))
+    return use
 
 
 @pytest.mark.parametrize(
@@ -92,10 +98,12 @@ def one_cluster(monkeypatch):
         Plan(blocks=2, parts=2, warpgroups=2, slots=5),  # a part of the next row is there
         Plan(blocks=4, parts=2, warpgroups=2, slots=2),
         Plan(blocks=8, parts=1, warpgroups=1, slots=2),  # the whole next row
+        Plan(blocks=4, parts=2, warpgroups=2, slots=7),  # three rows: statistics run ahead
+        Plan(blocks=8, parts=1, warpgroups=1, slots=3),
     ),
 )
-def test_rows_follow_each_other_through_the_ring(monkeypatch, one_cluster, p):
-    monkeypatch.setattr(kernel_rows_sm90, "plan", lambda *_: p)
+def test_rows_follow_each_other_through_the_ring(one_cluster, p):
+    one_cluster(p)
     z, inverse = np.random.default_rng(0).standard_normal((5, V)).astype(np.float32), np.full(5, 1 / 0.7, np.float32)
     got, lse = interpret(LOGPROB_ROWS, (z, inverse))
     alone, lse_alone = interpret(LOGPROB_ROWS, (z[4:], inverse[4:]))
@@ -132,13 +140,21 @@ def test_head_compiles_without_spills(rows):
 @pytest.mark.parametrize("vocab", (64, 1344, 32000, 128256, VOCAB, 262144, kernel_rows_sm90.MOST_VOCAB))
 def test_every_vocabulary_has_a_plan(vocab):
     each = leaf_tiles(vocab)[1]
-    for rows, blocks in itertools.product((1, 20, 64, 1024), (2, 4, 8)):
-        p = kernel_rows_sm90.plan(rows, vocab, blocks)
+    for turns, blocks in itertools.product((1, 2, 3, 80), (2, 4, 8)):
+        p = plan_rows_sm90.plan(turns, vocab, blocks)
         tiles = -(-each // p.parts)
         assert (p.parts - 1) * tiles < each <= p.parts * tiles and tiles <= leaf_sm90.MOST_TILES
         assert p.leaves * p.parts == p.mine * p.warpgroups and 1 <= p.slots * p.warpgroups <= 32
         ring = p.slots * p.warpgroups * math.prod(leaf_sm90.slot_shape(tiles))
-        assert 4 * (ring + 2 * p.leaves * p.parts * tiles) <= kernel_rows_sm90.ROOM
+        statistics = 2 * (1 + p.ahead) * p.leaves * padded(p.parts * tiles, 4)
+        assert 4 * (ring + statistics) <= plan_rows_sm90.ROOM
+
+
+@pytest.mark.parametrize("vocab", (1344, 128256, VOCAB, 262144))
+def test_a_crew_fits_the_chip(vocab):
+    for rows in range(1, 600):
+        c = crew(rows, vocab)
+        assert 1 <= c.clusters <= rows and c.plan.slots and c.plan.blocks * c.clusters <= SMS
 
 
 @pytest.mark.parametrize("rows", (64, 256))
@@ -172,7 +188,7 @@ def test_statistics_of_accumulators_are_not_contracted(rows, blocks):
 
 def test_rows_contract_only_where_leaves_meet():
     """The same for given logits; the fma of the seven nodes of the tree, and of the logarithm, are head.logprob's."""
-    rows = arithmetic(kernel_rows_sm90.logprob_rows, spec((64, VOCAB), F32), spec((64,), F32))
+    rows = arithmetic(kernel_rows_sm90.logprob_rows, spec((14, VOCAB), F32), spec((14,), F32))
     tree = arithmetic(kernel_sm90.log_sum_exp, *[spec((LEAVES * 149, 64), F32)] * 2)
     assert rows["fma"] * ROWS_A_THREAD == tree["fma"] and tree["fma"] >= 8
 

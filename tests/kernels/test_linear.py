@@ -74,7 +74,7 @@ def test_column_matches_reference(tile, rows, n, k, t):
     ),
 )
 def test_row_matches_reference(tile, rows, n, k, t):
-    assert t.parked(LEAVES) == (t.n == 128)
+    assert t.parked(LEAVES) == (t.n == 128) and t.kept(LEAVES) == (64 if t.n == 128 else 0)
     tile(t)
     args = draw(0, rows, k), draw(1, n, k)
     (got,), (want,) = interpret(ROW, args), reference(ROW, args)

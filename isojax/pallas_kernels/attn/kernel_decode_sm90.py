@@ -3,11 +3,17 @@
 A program of one warpgroup takes some partitions of one row and KV head and writes the state of each; a second kernel
 folds them in ascending order. How many programs share a row follows from the rows that are really there, which the
 programs count: an engine's batch of one sequence is padded to 64 rows. It changes no bits.
+
+While one tile's values are weighed on the tensor cores, the next tile's scores become weights. Each warp brings its
+part of a tile: the copies of a tile of small pages are many, and one thread that starts them all keeps the others
+waiting.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,8 +39,13 @@ AHEAD = 4  # such batches in flight
 class Tuning:
     """What changes speed and never bits."""
 
-    places: int = 0  # tiles of keys or of values in flight or in use; 0: what `places_of` takes
+    places: int = 0  # tiles of keys or of values in flight or in use, an odd number; 0: what `places_of` takes
     programs: int = 8 * SMS  # rows are split until there are about so many
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for places in which keys and values cannot take turns."""
+        if self.places and (self.places < 3 or self.places % 2 == 0):
+            raise ValueError(f"{self}: give an odd number of places, 3 or more")
 
 
 def decode(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
@@ -60,9 +71,9 @@ def grid_of(s: Shape, programs: int) -> int:
     return max(rows * s.blocks * splits_of(s, rows, programs) for rows in range(1, s.items + 1))
 
 
-def places_of(s: Shape, grid: int) -> int:
+def places_of(grid: int) -> int:
     """3, so that two programs fit a multiprocessor; where there are that few programs, as much as one can hold."""
-    return 6 if grid <= SMS else 3
+    return 5 if grid <= SMS else 3
 
 
 def _state_heads(s: Shape) -> int:
@@ -99,12 +110,44 @@ class Walk:
         return self.partition(i) * steps + lax.rem(i, i32(steps))
 
 
+@dataclass(frozen=True)
+class Ring:
+    """Places for tiles of keys and values, in the order of their use: the keys of tile 0, then by turns the keys of a
+    tile and the values of the one before it."""
+
+    smem: Any
+    ready: Any
+
+    @property
+    def size(self) -> int:
+        return views(self.smem)[0].shape[0]
+
+    @property
+    def ahead(self) -> int:
+        """Tiles whose keys, after those in use, have places."""
+        return self.size // 2
+
+    def _slot(self, i, half: int):
+        """Of tile i's keys (half 0) or values."""
+        use = 2 * i + 2 if half else lax.max(2 * i - 1, i32(0))
+        return lax.rem(use, i32(self.size))
+
+    def landing(self, i, half: int):
+        slot = self._slot(i, half)
+        return views(self.smem)[1].at[slot], self.ready.at[slot]
+
+    def arrived(self, i, half: int):
+        slot = self._slot(i, half)
+        plgpu.barrier_wait(self.ready.at[slot])
+        return views(self.smem)[0].at[slot]
+
+
 def _partials(s: Shape, scale: float, tuning: Tuning):
     """-> fp32 states per (item, block, partition): sums [heads D], and ends [2 heads]: m, then den."""
     heads = _state_heads(s)
     lead = (s.items, s.blocks, s.partitions)
     grid = grid_of(s, tuning.programs)
-    ring = tuning.places or places_of(s, grid)
+    places = tuning.places or places_of(grid)
 
     def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
         program, there = lax.axis_index("program"), cu_q[cu_q.shape[0] - 1]  # the work list names one row an item
@@ -120,52 +163,14 @@ def _partials(s: Shape, scale: float, tuning: Tuning):
 
             @pl.when(split < _finished(rows))
             def _():
-                count = walk.tiles
+                tile, landing = views(q_smem)
+                tiles.fetch_q(rows, q, landing, q_ready)
 
-                def fetch(i, half: int, at) -> None:
-                    """Bring tile i's keys, unit 2 i of the ring, or its values, unit 2 i + 1, from `at`."""
-                    slot, landing = lax.rem(2 * i + half, i32(ring)), views(kv_smem)[1]
-                    bring = lambda: tiles.fetch_kv(rows, kv, at, half, landing.at[slot], ready.at[slot])
-                    pl.when(i < count)(bring)
+                def put(acc, state, i):
+                    at = (item, block, walk.partition(i))
+                    wg.put_state(acc, state.m, wg.row_sum(state.den), sums.at[at], ends.at[at])
 
-                def use(unit):
-                    slot = lax.rem(unit, i32(ring))
-                    plgpu.barrier_wait(ready.at[slot])
-                    return views(kv_smem)[0].at[slot]
-
-                places = lambda i: tiles.places(rows, table, walk.tile(i))
-                tiles.fetch_q(rows, q, views(q_smem)[1], q_ready)
-                for unit in range(ring):
-                    fetch(i32(unit // 2), unit % 2, places(i32(unit // 2)))
-                plgpu.barrier_wait(q_ready)
-
-                def step(i, carry):
-                    state, acc, held = carry
-                    j, following = walk.tile(i), places(i + ring // 2 + 1)
-                    (scores,) = wg.settle([wg.begin_scores(views(q_smem)[0], use(2 * i))])
-                    wg.warpgroup_barrier()
-                    fetch(i + ring // 2, ring % 2, held)
-                    hide = lambda x: wg.visible(x, rows.position - j * s.keys, 1)
-                    scores = lax.cond(j >= rows.kv_seen, hide, lambda x: x, scores)
-                    first = lax.rem(i, i32(s.steps)) == 0
-                    p, state, alpha = softmax.weigh_few(scores, state, scale, first)
-                    acc = lax.cond(first, lambda: softmax.nothing(s.head_dim), lambda: wg.rescale(acc, alpha))
-                    values = use(2 * i + 1)
-                    tiles.clear_past_end(values, rows.length - j * s.keys)
-                    acc = wg.settle(wg.begin_weighted(acc, wg.narrow(p), values))
-                    wg.warpgroup_barrier()
-                    fetch(i + (ring + 1) // 2, 1 - ring % 2, following if ring % 2 else held)
-
-                    @pl.when((lax.rem(i, i32(s.steps)) == s.steps - 1) | (i == count - 1))
-                    def _():
-                        at = (item, block, walk.partition(i))
-                        wg.put_state(acc, state.m, wg.row_sum(state.den), sums.at[at], ends.at[at])
-
-                    return state, acc, following
-
-                # looked up a tile ahead of its use: a lookup takes as long as the scores
-                carry = (softmax.start(), softmax.nothing(s.head_dim), places(i32(ring // 2)))
-                lax.fori_loop(i32(0), count, step, carry)
+                _stream(walk, kv, table, tile, q_ready, Ring(kv_smem, ready), scale, put)
 
     return plgpu.kernel(
         body,
@@ -177,12 +182,81 @@ def _partials(s: Shape, scale: float, tuning: Tuning):
         grid_names=("program",),
         scratch_types=dict(
             q_smem=panels(s.panels),
-            kv_smem=panels(ring, s.panels, rows=s.keys),
+            kv_smem=panels(places, s.panels, rows=s.keys),
             q_ready=plgpu.Barrier(num_arrivals=wg.arrivals(tiles.q_boxes(s))),
-            ready=plgpu.Barrier(num_arrivals=tiles.kv_arrivals(s), num_barriers=ring),
+            ready=plgpu.Barrier(num_arrivals=tiles.kv_arrivals(s, tiles.issuers(s)), num_barriers=places),
         ),
         compiler_params=PARAMS,
     )
+
+
+def _stream(walk: Walk, kv, table, q, q_ready, ring: Ring, scale: float, put: Callable[..., None]) -> None:
+    """Run a program's tiles: while the tensor cores weigh one tile's values, the next one's scores become weights.
+
+    q: SMEM tile, whose copy is under way. put(acc, state, i): store the partition that ends with tile i.
+    """
+    rows, count = walk.rows, walk.tiles
+    s, warps, ahead = rows.shape, tiles.issuers(rows.shape), ring.ahead
+    places = lambda i: tiles.places(rows, table, walk.tile(i), warps)
+    opens = lambda i: lax.rem(i, i32(s.steps)) == 0
+
+    def fetch(i, half: int, at) -> None:
+        """Bring tile i's keys (half 0) or values from `at`."""
+        pl.when(i < count)(lambda: tiles.fetch_kv(rows, kv, at, half, *ring.landing(i, half), warps))
+
+    def seen(scores, i):
+        j = walk.tile(i)
+        hide = lambda x: wg.visible(x, rows.position - j * s.keys, 1)
+        return lax.cond(j >= rows.kv_seen, hide, lambda x: x, scores)
+
+    def rebase(i, acc, alpha, past):
+        """What tile i's values are added to. past: the state before tile i, which may close a partition."""
+
+        def close():
+            put(acc, past, i - 1)
+            return softmax.nothing(s.head_dim)
+
+        return wg.rescale(lax.cond(opens(i) & (i > 0), close, lambda: acc), alpha)
+
+    zero, last = i32(0), count - 1
+    at = [places(i32(i)) for i in range(ahead + 1)]
+    fetch(zero, 0, at[0])
+    for i in range(ahead):
+        fetch(i32(i + 1), 0, at[i + 1])
+        fetch(i32(i), 1, at[i])
+    known = at[ahead], places(i32(ahead + 1)), places(i32(ahead + 2))
+    plgpu.barrier_wait(q_ready)
+    (scores,) = wg.settle([wg.begin_scores(q, ring.arrived(zero, 0))])
+    wg.warpgroup_barrier()
+    fetch(i32(ahead + 1), 0, known[1])
+    start = softmax.start()
+    p, state, alpha = softmax.weigh_few(seen(scores, zero), start, scale, zero == 0)
+
+    def step(i, carry):
+        """Tile i's scores and weights, beside the values of tile i - 1. known: places of tile i + ahead - 1 and on."""
+        p, acc, before, past, alpha, known = carry
+        scores = wg.begin_scores(q, ring.arrived(i, 0))
+        acc = rebase(i - 1, acc, alpha, past)
+        acc = wg.begin_weighted(acc, p, ring.arrived(i - 1, 1))
+        later = places(i + ahead + 2)  # a tile ahead of its use: a lookup takes as long as the scores
+        (scores,) = wg.settle([scores], pending=1)
+        wg.warpgroup_barrier()
+        fetch(i + ahead - 1, 1, known[0])
+        x, state, alpha = softmax.weigh_few(seen(scores, i), before, scale, opens(i))
+        x, m, den, alpha = wg.pin([x, *state, alpha])
+        pl.when(i + rows.start < 0)(wg.warpgroup_barrier)  # never: it keeps ptxas from waiting for the values up there
+        *acc, x = wg.settle([*acc, x])
+        wg.warpgroup_barrier()
+        fetch(i + ahead + 1, 0, known[2])
+        return wg.narrow(x), tuple(acc), softmax.Running(m, den), before, alpha, (*known[1:], later)
+
+    carry = (wg.narrow(p), softmax.nothing(s.head_dim), state, start, alpha, known)
+    p, acc, state, past, alpha, _ = lax.fori_loop(i32(1), count, step, carry)
+    acc = rebase(last, acc, alpha, past)
+    values = ring.arrived(last, 1)
+    tiles.clear_past_end(values, rows.length - walk.tile(last) * s.keys)
+    acc = wg.settle(wg.begin_weighted(acc, p, values))
+    put(acc, state, last)
 
 
 def _folded(s: Shape):

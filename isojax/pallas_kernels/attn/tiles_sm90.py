@@ -16,6 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from isojax._jax_internals import interpreting
 from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.interpretable import views
 from isojax.schedule import KV_PARTITION, KV_TILE
@@ -173,25 +174,35 @@ def fetch_q(rows: Rows, q, q_smem, barrier) -> None:
     wg.fetch(barrier, boxes)
 
 
-TOGETHER = 4  # chunks that are brought at a time: each takes registers for its addresses
+TOGETHER = 4  # chunks that one thread brings at a time: each takes registers for its addresses
 
 
-def kv_arrivals(s: Shape) -> int:
-    """Arrivals that make one tile of keys (or of values)."""
+def issuers(s: Shape) -> int:
+    """Warps that can bring a tile together, each its own chunks: copies are issued one after another in a thread."""
+    return 1 if interpreting() else min(4, s.keys // s.chunk)
+
+
+def kv_arrivals(s: Shape, warps: int = 0) -> int:
+    """Arrivals that make one tile of keys (or of values), brought by one thread or by `warps` warps."""
     chunks = s.keys // s.chunk
+    if warps:
+        return wg.arrivals(s.panels * chunks)
     return sum(wg.arrivals(s.panels * min(TOGETHER, chunks - i)) for i in range(0, chunks, TOGETHER))
 
 
 Places = tuple[tuple[jax.Array, jax.Array], ...]  # (page, row within it) of each chunk of a tile; page 0 of no pages
 
 
-def places(rows: Rows, table, j: jax.Array) -> Places:
-    """Where the keys of tile j are stored. Chunks past the request's end repeat its last one."""
+def places(rows: Rows, table, j: jax.Array, warps: int = 0) -> Places:
+    """Where the keys of tile j are stored: all of them, or what this warp brings where `warps` do it together.
+
+    Chunks past the request's end repeat its last one.
+    """
     s = rows.shape
     last = lax.div(rows.length - 1, i32(s.chunk)) * s.chunk
     out = []
-    for i in range(s.keys // s.chunk):
-        position = lax.min(j * s.keys + i * s.chunk, last)
+    for i in range(s.keys // s.chunk // max(1, warps)):
+        position = lax.min(j * s.keys + _first_key(s, warps) + i * s.chunk, last)
         if s.page:
             row = lax.rem(position, i32(s.page)) if s.page > s.chunk else i32(0)
             out.append((table[rows.request, lax.div(position, i32(s.page))], row))
@@ -200,19 +211,26 @@ def places(rows: Rows, table, j: jax.Array) -> Places:
     return tuple(out)
 
 
-def fetch_kv(rows: Rows, kv, at: Places, half: int, smem, barrier) -> None:
+def _first_key(s: Shape, warps: int):
+    """The first key of a tile that this warp brings."""
+    return wg.warp() * (s.keys // warps) if warps else 0
+
+
+def fetch_kv(rows: Rows, kv, at: Places, half: int, smem, barrier, warps: int = 0) -> None:
     """Start the copies of keys (half 0) or values (half 1) at `at` into smem [panels, keys, 64].
 
-    Rows past the request's length are whatever is stored there.
+    Rows past the request's length are whatever is stored there. warps: as `places` had it.
     """
-    s = rows.shape
-    for first in range(0, len(at), TOGETHER):
+    s, before = rows.shape, _first_key(rows.shape, warps)
+    together = len(at) if warps else TOGETHER
+    for first in range(0, len(at), together):
         boxes = []
-        for i, (page, row) in list(enumerate(at))[first : first + TOGETHER]:
+        for i, (page, row) in list(enumerate(at))[first : first + together]:
             for c in range(s.panels):
                 inside = ((row, s.chunk), rows.kv_head, (half * s.head_dim + c * PANEL, PANEL))
-                boxes.append((kv, (page, *inside) if s.page else inside, smem.at[c, pl.ds(i * s.chunk, s.chunk)]))
-        wg.fetch(barrier, boxes)
+                into = smem.at[c, pl.ds(before + i * s.chunk, s.chunk)]
+                boxes.append((kv, (page, *inside) if s.page else inside, into))
+        wg.fetch(barrier, boxes, warps)
 
 
 def clear_past_end(v_smem, end: jax.Array) -> None:

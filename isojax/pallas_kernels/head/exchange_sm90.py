@@ -3,9 +3,9 @@
 A leaf's tiles are added by one warp; its result goes straight to the shared memory of all blocks, and tells a barrier
 there of its bytes. Below Pallas, which stores to another block only what lies in tiles.
 
-Open: one barrier counts the bytes of every row, so a leaf of row k + 1 that overtook another block's leaf of row k
-would end phase k too soon. A whole row's stores and statistics lie between them; only a barrier for each side would
-exclude it.
+Rows take turns at `sides` places, each with a barrier of its own, since nothing orders what two blocks send. Where a
+block sends row k after it has the sums of row k - 1 - ahead, it had all leaves of that row; whoever sent one had the
+sums of row k - 2 - 2 ahead, and has read them. So row k may lie where that row lay: 2 + 2 ahead sides.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm
 
 from isojax._jax_internals import barrier_address, interpreting
 from isojax.pallas_kernels.head import lse as shared
@@ -29,14 +29,17 @@ from isojax.pallas_kernels.warpgroup import registers as reg
 from isojax.pallas_kernels.warpgroup.registers import f32, i32
 from isojax.schedule import LEAVES, LOG2E
 
-SIDES = 2  # rows whose sums may be there: no block is further ahead
+
+def sides(ahead: int) -> int:
+    """Rows whose sums may be there, where a block sends a row before it has awaited the `ahead` rows before it."""
+    return 2 + 2 * ahead
 
 
-def barrier(leaves: int) -> Any:
-    """Of a block that folds `leaves` leaves. received, its data: SMEM [side, leaf, (max, sum)]."""
+def barrier(leaves: int, ahead: int) -> Any:
+    """One for each side of a block that folds `leaves` leaves. received, its data: SMEM [side, leaf, (max, sum)]."""
     if interpreting():
-        return plgpu.ClusterBarrier(collective_axes=("leaf",), num_arrivals=leaves)
-    return plgpu.Barrier(num_arrivals=1)
+        return plgpu.ClusterBarrier(collective_axes=("leaf",), num_arrivals=leaves, num_barriers=sides(ahead))
+    return plgpu.Barrier(num_arrivals=1, num_barriers=sides(ahead))
 
 
 def gmem(rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -60,7 +63,8 @@ def await_sums(barrier: Any) -> None:
 def fold(tops: Any, masses: Any, at: Any, each: int, side: Any, leaf: Any, received: Any, barrier: Any, blocks: int):
     """Add the `each` tiles at tops[at :], masses[at :] ascending, weighed against their maximum: lse.weighed.
 
-    Maximum and sum go to received[side, leaf] of all `blocks` of the cluster. One warp does it.
+    Maximum and sum go to received[side, leaf] of all `blocks` of the cluster. One warp does it; the weighed sums stay
+    in `masses`, from where all its threads add them: a chain of additions, without shuffles. at: a multiple of 4.
     """
     if interpreting():
         top, mass = (jnp.stack([x[at + i] for i in range(each)]) for x in (tops, masses))
@@ -87,9 +91,17 @@ def fold(tops: Any, masses: Any, at: Any, each: int, side: Any, leaf: Any, recei
             most = functools.reduce(arith.maximumf, top)
             for distance in (1, 2, 4, 8, 16):
                 most = arith.maximumf(most, utils.shfl_bfly(most, distance))
-            total = zero
             for i, (t, m) in enumerate(zip(top, mass, strict=True)):
-                total = _add_lanes(total, _weighed(t, m, most), min(WARP, each - i * WARP))
+                index = arith.addi(lane, reg.integer(i * WARP))
+                with utils.when(reg.below(index, reg.integer(each))):
+                    llvm.store(_weighed(t, m, most), element(masses_, arith.addi(at_, index)))
+            nvvm.bar_warp_sync(reg.integer(-1))
+            total = zero
+            for first in range(0, each, 4):
+                place_ = element(masses_, arith.addi(at_, reg.integer(first)))
+                four = llvm.load(ir.VectorType.get((4,), kind), place_, alignment=16)
+                for e in range(min(4, each - first)):
+                    total = arith.addf(total, reg.element(four, e))
             place_ = arith.addi(arith.muli(side_, reg.integer(LEAVES)), leaf_)
             here = llvm.ptrtoint(ir.IntegerType.get_signless(32), element(to, arith.muli(place_, reg.integer(2))))
             with utils.when(reg.below(lane, reg.integer(blocks))):
@@ -114,10 +126,3 @@ def _weighed(top: Any, mass: Any, leaf_top: Any) -> Any:
     share = reg.exp2(arith.mulf(arith.subf(top, leaf_top), reg.constant(LOG2E)))
     empty = arith.cmpf(arith.CmpFPredicate.OEQ, mass, reg.constant(0.0))
     return arith.select(empty, reg.constant(0.0), arith.mulf(mass, share))
-
-
-def _add_lanes(total: Any, value: Any, lanes: int) -> Any:
-    """total plus `value` of each lane, ascending. One piece of text: or all shuffles would come first, and spill."""
-    steps = "".join(f"shfl.sync.idx.b32 t, $2, {i}, 31, -1;\nadd.rn.f32 $0, $0, t;\n" for i in range(lanes))
-    text = "{ .reg .f32 t;\nmov.f32 $0, $1;\n" + steps + "}"
-    return llvm.inline_asm(ir.F32Type.get(), [total, value], text, "=&f,f,f", has_side_effects=True, asm_dialect=0)

@@ -1,14 +1,13 @@
 """head.logprob_rows on Hopper: every logit comes from memory once and goes back once.
 
-A cluster of blocks takes row after row, a block some of its vocabulary leaves. A leaf falls into parts, which go around
-a ring in shared memory. Each slot belongs to a warpgroup, which computes the statistics of the part's tiles and, when
-the sums of all leaves are there, subtracts and fetches the next part. Where a block cannot hold its part of a row, it
-fetches what is missing once more.
+A cluster of blocks takes row after row (plan_rows_sm90), a block some of its vocabulary leaves. A leaf falls into
+parts, which go around a ring in shared memory. Each slot belongs to a warpgroup, which computes the statistics of the
+part's tiles and, when the sums of all leaves are there, subtracts and fetches the next part. Where three rows fit, a
+row's sums are on their way while the next one's statistics are computed. Where a block cannot hold its part of a row,
+it fetches what is missing once more.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,74 +20,23 @@ from isojax.errors import Unsupported
 from isojax.pallas_kernels.head import exchange_sm90, leaf_sm90
 from isojax.pallas_kernels.head.kernel_sm90 import check_vocab
 from isojax.pallas_kernels.head.lse import leaf_tiles
-from isojax.schedule import LEAVES, VOCAB_TILE
+from isojax.pallas_kernels.head.plan_rows_sm90 import crew
+from isojax.schedule import LEAVES, VOCAB_TILE, padded
 
 f32 = jnp.float32
-CLUSTERS = {2: 66, 4: 30, 8: 14}  # by blocks of a cluster, which lies in one GPC: as many as an H200 runs at a time
-ROOM = 224 << 10  # bytes of shared memory for the ring and the statistics
 MOST_VOCAB = 1 << 20
-MOST_BARRIERS = 32  # that Mosaic has in one array
 
 
-class Plan(NamedTuple):
-    """Blocks of a cluster, parts of a leaf, warpgroups of a block, slots of a warpgroup."""
-
-    blocks: int
-    parts: int
-    warpgroups: int
-    slots: int
-
-    @property
-    def leaves(self) -> int:
-        """Of a block."""
-        return LEAVES // self.blocks
-
-    @property
-    def mine(self) -> int:
-        """Parts of a row that a warpgroup has."""
-        return self.leaves * self.parts // self.warpgroups
-
-    @property
-    def again(self) -> int:
-        """Of these, first, those that are fetched twice."""
-        return max(0, self.mine - self.slots)
-
-
-def fit(rows: int, vocab: int, blocks: int, parts: int, warpgroups: int) -> Plan:
-    """As many slots as there is room for."""
-    each = leaf_tiles(vocab)[1]
-    leaves, tiles = LEAVES // blocks, -(-each // parts)
-    pieces, pitch = leaf_sm90.slot_shape(tiles)
-    room = (ROOM - 8 * leaves * parts * tiles) // (4 * pieces * pitch)
-    needed = leaves * parts * -(-rows // CLUSTERS[blocks])
-    return Plan(blocks, parts, warpgroups, min(room, needed, MOST_BARRIERS) // warpgroups)
-
-
-def plan(rows: int, vocab: int, blocks: int = 0) -> Plan:
-    """Who does what; it changes speed, never bits."""
-    each = leaf_tiles(vocab)[1]
-    blocks = blocks or next((b for b in (8, 4, 2) if rows <= CLUSTERS[b]), 4)  # all rows at a time, or rows held whole
-    least = -(-each // leaf_sm90.MOST_TILES)
-    found = [
-        fit(rows, vocab, blocks, parts, warpgroups)
-        for parts in range(least, min(least + 3, each + 1))
-        for warpgroups in (4, 3, 2, 1)
-        if LEAVES // blocks * parts % warpgroups == 0 and (parts - 1) * -(-each // parts) < each  # no part is empty
-    ]
-    best = lambda p: (p.warpgroups < 2, p.again / p.mine, p.slots <= p.mine, -p.warpgroups, p.parts)
-    return min((p for p in found if p.slots), key=best)
-
-
-def logprob_rows(logits, inv_temperature, *, p: Plan | None = None):
+def logprob_rows(logits, inv_temperature):
     """logits [T, V] fp32, inv_temperature [T] -> log-probabilities [T, V], log-sum-exp [T]."""
     n, vocab = logits.shape
-    p = p or plan(n, vocab)
+    p, clusters, late = crew(n, vocab)
     width, each = leaf_tiles(vocab)
-    clusters = min(CLUSTERS[p.blocks], n)
     tiles = -(-each // p.parts)  # of a part
     part_columns = tiles * VOCAB_TILE
     sizes = sorted({min(part_columns, width), width - (p.parts - 1) * part_columns})
     steps = p.mine + p.again  # fetches of a row
+    sides, pitch = exchange_sm90.sides(p.ahead), padded(p.parts * tiles, 4)  # tiles of a leaf's statistics
 
     def head_logprob_rows(z, inv_temperature, out, lse, *rest):
         *gmem, ring, tops, masses, smem, arrived, folded, exchanged = rest
@@ -96,24 +44,26 @@ def logprob_rows(logits, inv_temperature, *, p: Plan | None = None):
         cluster, rank, wg = lax.axis_index("cluster"), lax.axis_index("leaf"), lax.axis_index("wg")
         rows = lax.div(n - cluster + clusters - 1, clusters)  # of this cluster
         row_of = lambda k: cluster + k * clusters
-        side_of = lambda k: row_of(k) if interpreting() else lax.rem(k, exchange_sm90.SIDES)
-        slot_of = lambda q: lax.rem(q, p.slots) * p.warpgroups + wg
+        sum_of = lambda k: exchanged.at[lax.rem(k, sides)]
+        side_of = lambda k: row_of(k) if interpreting() else lax.rem(k, sides)
+        leaf_at = lambda k, leaf: (lax.rem(k, 1 + p.ahead) * p.leaves + leaf) * pitch
+        slot_of = lambda q, of=wg: lax.rem(q, p.slots) * p.warpgroups + of
 
-        def part(i):
-            """This warpgroup's part i of a row: leaf of the block, first tile in it, column in the row, columns."""
-            c = i * p.warpgroups + wg
+        def part(i, of=wg):
+            """A warpgroup's part i of a row: leaf of the block, first tile in it, column in the row, columns."""
+            c = i * p.warpgroups + of
             leaf, tile = lax.div(c, p.parts), lax.rem(c, p.parts) * tiles
             at = tile * VOCAB_TILE
             return leaf, tile, (rank * p.leaves + leaf) * width + at, lax.min(width - at, part_columns)
 
-        def fetch(q):
+        def fetch(q, of=wg):
             k = lax.div(q, steps)
             i = q - k * steps
-            begin, columns = part(jnp.where(i < p.mine, i, i - p.mine))[2:]
+            begin, columns = part(jnp.where(i < p.mine, i, i - p.mine), of)[2:]
 
             @pl.when(k < rows)
             def _():
-                slot = slot_of(q)
+                slot = slot_of(q, of)
                 leaf_sm90.fetch(z, row_of(k), begin, columns, sizes, ring, slot, arrived.at[slot])
 
         def refill(q):
@@ -126,17 +76,32 @@ def logprob_rows(logits, inv_temperature, *, p: Plan | None = None):
                 q = k * steps + i
                 slot = slot_of(q)
                 plgpu.barrier_wait(arrived.at[slot])
-                leaf_sm90.statistics(ring, slot, columns, sizes, inv, tops, masses, leaf * p.parts * tiles + tile)
+                leaf_sm90.statistics(ring, slot, columns, sizes, inv, tops, masses, leaf_at(k, leaf) + tile)
                 if p.again:
                     pl.when(i < p.again)(lambda: refill(q))
 
             lax.fori_loop(0, p.mine, one, None)
 
-        def fold(k, i):
-            at, leaf = i * p.parts * tiles, rank * p.leaves + i
-            exchange_sm90.fold(tops, masses, at, each, side_of(k), leaf, received, exchanged, p.blocks)
+        def fold(k, leaf):
+            of_row = side_of(k), rank * p.leaves + leaf, received, sum_of(k)
+            exchange_sm90.fold(tops, masses, leaf_at(k, leaf), each, *of_row, p.blocks)
 
-        def finish(k, inv, norm):
+        def send(k):
+            pl.when(wg == 0)(lambda: exchange_sm90.await_sums(sum_of(k)))
+            plgpu.barrier_arrive(folded)
+            plgpu.barrier_wait(folded)
+            turn = lax.rem(wg + k, p.warpgroups)
+            for i in range(0, p.leaves, p.warpgroups):
+                pl.when(i + turn < p.leaves)(lambda i=i: fold(k, i + turn))
+
+        def finish(k, inv):
+            plgpu.barrier_wait(sum_of(k))
+            norm = exchange_sm90.log_sum_exp(received, side_of(k))
+
+            @pl.when((wg == 0) & (rank == 0))
+            def _():
+                lse[row_of(k)] = norm
+
             def one(i, q):
                 begin, columns = part(i)[2:]
                 leaf_sm90.subtract(ring, slot_of(q), columns, sizes, inv, norm, out, row_of(k), begin)
@@ -151,29 +116,28 @@ def logprob_rows(logits, inv_temperature, *, p: Plan | None = None):
             if p.again:
                 lax.fori_loop(0, p.again, again, None)
 
-        def row(k, inv):
+        def step(k, inverses):
+            inv = inverses[-1]
             following = inv_temperature[row_of(lax.min(k + 1, rows - 1))]
-            statistics(k, inv)
-            pl.when(wg == 0)(lambda: exchange_sm90.await_sums(exchanged))
-            plgpu.barrier_arrive(folded)
-            plgpu.barrier_wait(folded)
-            for i in range(0, p.leaves, p.warpgroups):
-                pl.when(i + wg < p.leaves)(lambda i=i: fold(k, i + wg))
-            plgpu.barrier_wait(exchanged)
-            norm = exchange_sm90.log_sum_exp(received, side_of(k))
 
-            @pl.when((wg == 0) & (rank == 0))
+            @pl.when(k < rows)
             def _():
-                lse[row_of(k)] = norm
+                statistics(k, inv)
+                send(k)
 
-            finish(k, inv, norm)
-            return following
+            pl.when(k >= p.ahead)(lambda: finish(k - p.ahead, inverses[0]))
+            return (*inverses, following)[1:]
 
-        for q in range(p.slots):
-            fetch(jnp.int32(q))
-        lax.fori_loop(0, rows, row, inv_temperature[row_of(0)])
+        @pl.when(wg == 0)
+        def _():  # by one warpgroup, or another's next row might come first
+            if late:
+                pl.when(cluster >= clusters // 2)(lambda: leaf_sm90.sleep(late))
+            turns = p.slots * p.warpgroups
+            lax.fori_loop(0, turns, lambda i, _: fetch(lax.div(i, p.warpgroups), lax.rem(i, p.warpgroups)), None)
 
-    statistic = plgpu.SMEM((p.leaves * p.parts * tiles,), f32)
+        lax.fori_loop(0, rows + p.ahead, step, (inv_temperature[row_of(0)],) * (1 + p.ahead))
+
+    statistic = plgpu.SMEM(((1 + p.ahead) * p.leaves * pitch,), f32)
     slots = p.slots * p.warpgroups
     return plgpu.kernel(
         head_logprob_rows,
@@ -182,10 +146,10 @@ def logprob_rows(logits, inv_temperature, *, p: Plan | None = None):
             plgpu.SMEM((slots, *leaf_sm90.slot_shape(tiles)), f32),
             statistic,
             statistic,
-            plgpu.SMEM((exchange_sm90.SIDES, LEAVES, 2), f32),
+            plgpu.SMEM((sides, LEAVES, 2), f32),
             plgpu.Barrier(num_arrivals=leaf_sm90.fetches(), num_barriers=slots),
             plgpu.Barrier(num_arrivals=p.warpgroups),
-            exchange_sm90.barrier(p.leaves),
+            exchange_sm90.barrier(p.leaves, p.ahead),
         ),
         grid=(clusters,),
         grid_names=("cluster",),

@@ -14,11 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 from isojax._jax_internals import barrier_address, interpreting
 from isojax.pallas_kernels.head import lse as shared
@@ -32,6 +33,7 @@ MOST_TILES = 64  # of a slot: two threads a tile
 GAP = 8  # fp32 after each piece
 STEPS = VOCAB_TILE // 8  # 16-byte accesses of a thread in its half of a tile
 WARP = 32
+NAP = 100  # ns
 ARRIVALS = 128  # that Mosaic expects of a warpgroup
 
 
@@ -86,6 +88,19 @@ def fetch(source: Any, row: Any, begin: Any, columns: Any, sizes: Iterable[int],
     go(barrier_address(barrier), source, ring, *(jnp.asarray(x, i32) for x in (row, begin, columns, slot)))
 
 
+def sleep(duration: int) -> None:
+    """Let this warpgroup wait for about so many ns; an instruction's own sleep may be twice as long as asked for."""
+    if interpreting():
+        return
+
+    @reg.inline(arg_types=())
+    def go(_):
+        for _ in range(duration // NAP):
+            utils.inline_ptx(f"nanosleep.u32 {NAP};", has_side_effects=True)
+
+    go()
+
+
 def statistics(
     ring: Any, slot: Any, columns: Any, sizes: Iterable[int], inv: jax.Array, tops: Any, masses: Any, at: Any
 ):
@@ -109,10 +124,12 @@ def statistics(
         _whichever(columns, sizes, run)
         return
 
-    @reg.inline(arg_types=(*[reg.PLAIN] * 3, *[reg.SCALAR] * 4))
+    @reg.inline(arg_types=(*[reg.PLAIN] * 3, *[reg.SCALAR] * 5))
     def go(_, smem, tops_, masses_, *scalars):
-        slot_, columns_, at_, inv_ = (x.registers.item() for x in scalars)
+        slot_, columns_, at_, wg, inv_ = (x.registers.item() for x in scalars)
         warp, lane = place()
+        # the last warps have less to do, or nothing: of each warpgroup others, which other schedulers serve
+        warp = arith.remui(arith.addi(warp, wg), reg.integer(PIECES))
         half, pair = arith.remui(lane, reg.integer(2)), arith.divui(lane, reg.integer(2))
         piece = arith.remui(pair, reg.integer(PIECES))
         index = _sum(arith.muli(warp, reg.integer(4)), arith.divui(pair, reg.integer(PIECES)))
@@ -125,13 +142,25 @@ def statistics(
             arith.muli(line, reg.integer(VOCAB_TILE)),
             offset,
         )
-        top, mass = _tile(_half(element(smem, start)), inv_, left)
-        mine = arith.andi(reg.below(index, reg.integer(each)), reg.below(reg.integer(0), left))
-        with utils.when(arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, half, reg.integer(0)))):
-            llvm.store(top, element(tops_, arith.addi(at_, tile)))
-            llvm.store(mass, element(masses_, arith.addi(at_, tile)))
 
-    go(ring, tops, masses, *(jnp.asarray(x, i32) for x in (slot, columns, at)), jnp.asarray(inv, f32))
+        def run(left_):
+            top, mass = _tile(_half(element(smem, start)), inv_, left_)
+            mine = arith.andi(reg.below(index, reg.integer(each)), reg.below(reg.integer(0), left))
+            with utils.when(arith.andi(mine, arith.cmpi(arith.CmpIPredicate.eq, half, reg.integer(0)))):
+                llvm.store(top, element(tops_, arith.addi(at_, tile)))
+                llvm.store(mass, element(masses_, arith.addi(at_, tile)))
+
+        with utils.when(reg.below(arith.muli(warp, reg.integer(4)), reg.integer(each))):
+            cut = arith.andi(reg.below(reg.integer(0), left), reg.below(left, reg.integer(VOCAB_TILE - 4)))
+            some = nvvm.vote_sync(reg.integer(-1), cut, nvvm.VoteSyncKind.any)  # of this warp's tiles
+            branch: Any = scf.IfOp(some, has_else=True)
+            for block, left_ in ((branch.then_block, left), (branch.else_block, None)):
+                with ir.InsertionPoint(block):
+                    run(left_)
+                    scf.yield_([])
+
+    integers = (jnp.asarray(x, i32) for x in (slot, columns, at, lax.axis_index("wg")))
+    go(ring, tops, masses, *integers, jnp.asarray(inv, f32))
 
 
 def subtract(
@@ -196,8 +225,10 @@ def _half(source: Any) -> np.ndarray:
     return out
 
 
-def _tile(raw: np.ndarray, inv: Any, left: Any) -> tuple[Any, Any]:
+def _tile(raw: np.ndarray, inv: Any, left: Any | None) -> tuple[Any, Any]:
     """Scalars: maximum and sum of a tile, whose halves lie in two threads; `left` of this one's columns are inside.
+
+    left: None where all of them are.
 
     The sum's order is Mosaic's in lse.LAYOUT: a column of even and of odd eighths, neighbours, then what four threads
     had there and two have here.
@@ -205,7 +236,7 @@ def _tile(raw: np.ndarray, inv: Any, left: Any) -> tuple[Any, Any]:
     hidden = reg.constant(-np.inf)
     inside = lambda i, e: reg.below(reg.integer(8 * i + e), left)
     z = reg.each(lambda x: _product(x, inv), raw)
-    for i, e in np.ndindex(*z.shape):
+    for i, e in np.ndindex(*z.shape) if left is not None else ():
         z[i, e] = arith.select(inside(i, e), z[i, e], hidden)
     both = lambda op, x: op(x, utils.shfl_bfly(x, 1))
     largest = lambda values: functools.reduce(arith.maximumf, values)

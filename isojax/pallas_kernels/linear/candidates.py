@@ -41,6 +41,8 @@ def few(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
     if rows <= 64:
         yield Tiles(64, one, k, (1, 1))
         yield Tiles(64, one, twice, (1, 1))
+        if one >= 64:
+            yield Tiles(64, one // 2, twice, (1, 2))
         yield Tiles(64, two, twice, (1, 1), split=2)
     elif rows <= 128:
         yield Tiles(64, one, k, (2, 1))

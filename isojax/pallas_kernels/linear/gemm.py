@@ -24,9 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
 from isojax.pallas_kernels.chip import SMS
-from isojax.pallas_kernels.linear.tiles import Tiles
-
-PRODUCER_REGISTERS = 40
+from isojax.pallas_kernels.linear.tiles import PRODUCER_REGISTERS, Tiles
 
 
 class Item(NamedTuple):
@@ -61,7 +59,7 @@ class Scratch(NamedTuple):
     full: Any  # a stage is filled
     free: Any  # a stage may be overwritten
     stage: Any  # [warpgroups, slots, 64, wide]: output on its way to TMA; absent where nothing is stored
-    park: Any  # [warpgroups, levels, m, n] fp32: upper levels of the tree; absent where registers suffice
+    park: Any  # [warpgroups, levels, m, n - kept] fp32: upper levels of the tree; absent where registers suffice
     x_half: Any = None  # x and w once more, for steps half as wide: [2 * stages, rows, k / 2], stage i at 2 * i
     w_half: Any = None
     meet: Any = None  # what meet_sm90 adds: leaves of a tile that lie in several blocks
@@ -107,9 +105,10 @@ def scratch(
     groups, stage, park, used = t.warpgroups, None, None, reserved
     slots, part = 2, 64 * wide * jnp.dtype(out_dtype or jnp.int8).itemsize
     if levels := t.parked(leaves):
-        park = parking(groups, levels, t.m, t.n)
-        used += groups * levels * t.m * t.n * 4
-        slots = levels * t.m * t.n * 4 // part if wide else 0
+        parked = levels * t.m * (t.n - t.kept(leaves))
+        park = parking(groups, levels, t.m, t.n - t.kept(leaves))
+        used += groups * parked * 4
+        slots = parked * 4 // part if wide else 0
     if wide:
         stage = plgpu.SMEM((groups, slots, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
         used += 0 if levels else groups * slots * part
@@ -210,15 +209,15 @@ def product(
     locate: Callable[[Any], Item],
     steps: int,
     leaves: int,
-    finish: Callable[[Any, Any, Any, jax.Array], None],
+    finish: Callable[..., None],
     stored: Stored = ROWS_FIRST,
 ) -> None:
     """Run work items: `leaves` chains of `steps` steps each, from locate(item), then finish.
 
     With s.x_half a leaf ends in the middle of a step, and the next one starts there: of the step that two leaves share
     each loads and multiplies its half.
-    finish(item, row, col, total): called in each consumer warpgroup with its [m, n] fp32 total and where that starts in
-    the output.
+    finish(item, row, col, *parts): called in each consumer warpgroup with its [m, n] fp32 total, in one part or, where
+    registers kept some columns of a parked sum, in two side by side; and with where it starts in the output.
     """
     stages = s.x.shape[0]
     halves = s.x_half is not None
@@ -288,8 +287,7 @@ def product(
     @pl.when(wg < t.warpgroups)
     def _consume():
         if t.warpgroups > 1:
-            most = min(256, (512 - PRODUCER_REGISTERS) // t.warpgroups // 8 * 8)
-            plgpu.set_max_registers(most, action="increase")
+            plgpu.set_max_registers(t.budget, action="increase")
         down, right = wg // t.groups[1], lax.rem(wg, t.groups[1])
         for i in range(stages):  # all stages begin free
             plgpu.barrier_arrive(s.free.at[i])
@@ -348,52 +346,55 @@ def product(
 
                 return leaf(0, None, [])
 
-            def add(low: Any, count: int, level: int) -> jax.Array:
+            def add(low: Any, count: int, level: int) -> list[jax.Array]:
                 if level >= t.parked(leaves):
-                    return some(low, count)
+                    return [some(low, count)]
                 half = functools.partial(add, count=count // 2, level=level + 1)
-                park = s.park.at[wg, level]
+                park, kept = s.park.at[wg, level], 0 if level else t.kept(leaves)
 
-                def each(i, _):  # a loop: half as much code as both halves written out, and fewer registers
-                    part = half(low + i * (count // 2))
+                def each(i, before):  # a loop: half as much code as both halves written out, and fewer registers
+                    [part] = half(low + i * (count // 2))
 
                     @pl.when(i == 0)
                     def _():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last total has left this memory
-                        park[...] = part
+                        park[...] = part[:, kept:]
 
-                    return part
+                    return [part, *(b[:, :kept] for b in before[:1] if kept)]
 
-                nothing = plgpu.layout_cast(jnp.zeros((t.m, t.n), jnp.float32), plgpu.Layout.WGMMA)
-                right = lax.fori_loop(0, opaque(2), each, nothing)
-                return lax.optimization_barrier(park[...] + right)
+                nothing = lambda n: plgpu.layout_cast(jnp.zeros((t.m, n), jnp.float32), plgpu.Layout.WGMMA)
+                both = [nothing(n) for n in (t.n, kept) if n]
+                right, *left = lax.fori_loop(0, opaque(2), each, both)
+                sums = [*(a + right[:, :kept] for a in left), park[...] + right[:, kept:]]
+                return [lax.optimization_barrier(a) for a in sums]
 
-            finish(at, at.row + down * t.m, at.col + right * t.n, add(0, leaves, 0))
+            finish(at, at.row + down * t.m, at.col + right * t.n, *add(0, leaves, 0))
 
         plgpu.wait_smem_to_gmem(0)
 
 
-def store(out: Any, s: Scratch, row: Any, col: Any, value: jax.Array, limit: Any = None) -> None:
-    """Round value [m, n] to out's dtype and write it to out[row:, col:], 64 rows of a chunk at a time, by TMA.
+def store(out: Any, s: Scratch, row: Any, col: Any, *values: jax.Array, limit: Any = None) -> None:
+    """Round values [m, n], side by side, to out's dtype and write them to out[row:, col:], 64 rows of a chunk a time.
 
     What lies past the edge of out is clipped. limit: columns from there on are left alone; a multiple of the chunk.
     """
     wg = lax.axis_index("wg")
-    m, n = value.shape
+    m = values[0].shape[0]
     slots, wide = s.stage.shape[1], s.stage.shape[-1]
     if out.shape[-1] == wide:  # Mosaic drops the coordinate of an axis with one chunk: parts past the edge would hit it
         limit = wide
-    value = value.astype(out.dtype)
+    values = tuple(v.astype(out.dtype) for v in values)
+    pieces = [v[:, j : j + wide] for v in values for j in range(0, v.shape[1], wide)]
 
     def part(slot: int, i: int, j: int) -> None:
         buffer = s.stage.at[wg, slot % slots]
         plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)  # the copy that was last in it has read this buffer
-        buffer[...] = value[i : i + 64, j : j + wide]
+        buffer[...] = pieces[j][i : i + 64]
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row + i, 64), pl.ds(col + j, wide)])
+        plgpu.copy_smem_to_gmem(buffer, out.at[pl.ds(row + i, 64), pl.ds(col + j * wide, wide)])
 
     # All buffers are free, however many parts the last call had; and all of the warpgroup has read what was parked.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for slot, (i, j) in enumerate((i, j) for i in range(0, m, 64) for j in range(0, n, wide)):
+    for slot, (i, j) in enumerate((i, j) for i in range(0, m, 64) for j in range(len(pieces))):
         write = functools.partial(part, slot, i, j)
-        write() if limit is None else pl.when(col + j < limit)(write)
+        write() if limit is None else pl.when(col + j * wide < limit)(write)

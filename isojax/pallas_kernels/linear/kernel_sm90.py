@@ -39,8 +39,8 @@ def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) ->
         return gemm.Item(r * t.rows, c * t.cols)
 
     def body(x, w, out, s):
-        def finish(_, r, c, total):
-            gemm.store(out, s, r, c, total)
+        def finish(_, r, c, *parts):
+            gemm.store(out, s, r, c, *parts)
 
         steps = t.steps(k // leaves)
         gemm.product(x, w, s, t, items=items, locate=locate, steps=steps, leaves=leaves, finish=finish)

@@ -15,6 +15,7 @@ from isojax.pallas_kernels.chip import SMS
 SMEM = 227 * 1024  # bytes of shared memory that one block can have
 SLACK = 3 * 1024  # barriers and alignment
 REGISTERS = 200  # fp32 accumulators of a consumer thread, at most
+PRODUCER_REGISTERS = 24  # of a producer thread; Hopper's least
 MAX_STAGES = 16
 
 
@@ -61,6 +62,21 @@ class Tiles:
         if held > 2 and (held + 1) * size > 160:  # eight chains in one piece of code need more addresses
             held = 2
         return levels - held
+
+    def kept(self, leaves: int) -> int:
+        """Columns that registers hold of a sum that else waits in shared memory: half, where they have the room.
+
+        A tile of 128 x 128 is bound by shared memory: what is not parked is time.
+        """
+        size = self.m * self.n // 128
+        held = (leaves.bit_length() - self.parked(leaves)) * size  # what they hold besides
+        fits = held + size // 2 + 16 <= self.budget and self.blocks == 1  # a cluster needs more addresses
+        return self.n // 2 if fits and self.parked(leaves) == 1 and self.n % 128 == 0 else 0
+
+    @property
+    def budget(self) -> int:
+        """Registers of a consumer thread."""
+        return 255 if self.warpgroups == 1 else (512 - PRODUCER_REGISTERS) // self.warpgroups // 8 * 8
 
     @property
     def registers(self) -> int:

@@ -11,7 +11,7 @@ Each step has a substitute for Mosaic's GPU interpreter, which cannot run inline
 """
 
 from isojax.pallas_kernels.warpgroup.lines import LINE, fold_line, line, put_line
-from isojax.pallas_kernels.warpgroup.memory import Index, arrivals, count_used, fetch, put_rows, put_state
+from isojax.pallas_kernels.warpgroup.memory import Index, arrivals, count_used, fetch, put_rows, put_state, warp
 from isojax.pallas_kernels.warpgroup.private import fold, keep_rows, kept_rows, put
 from isojax.pallas_kernels.warpgroup.products import begin_scores, begin_weighted, narrow, pin, settle
 from isojax.pallas_kernels.warpgroup.registers import ACC, ROW
@@ -33,6 +33,6 @@ from isojax.pallas_kernels.warpgroup.turns import pass_turn, take_turn, warpgrou
 __all__ = [
     "ACC", "LINE", "LOWEST", "ROW", "Index", "arrivals", "begin_scores", "begin_weighted", "count_used", "fetch",
     "finish", "fold", "fold_line", "full_row", "keep_rows", "kept_rows", "line", "meet", "narrow", "pass_turn", "pin",
-    "put", "put_line", "put_rows", "put_state", "rescale", "row_sum", "settle", "take_turn", "visible",
+    "put", "put_line", "put_rows", "put_state", "rescale", "row_sum", "settle", "take_turn", "visible", "warp",
     "warpgroup_barrier", "weigh_few", "weigh_first", "weigh_second", "zeros",
 ]  # fmt: skip

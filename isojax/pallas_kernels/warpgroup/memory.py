@@ -29,10 +29,11 @@ def arrivals(boxes: int) -> int:
     return boxes if interpreting() else 1
 
 
-def fetch(barrier: Any, boxes: Sequence[tuple[Any, tuple[Index, ...], Any]]) -> None:
+def fetch(barrier: Any, boxes: Sequence[tuple[Any, tuple[Index, ...], Any]], warps: int = 0) -> None:
     """Start TMA copies (GMEM ref, its indices, SMEM of blocks of one row: `landing`), all behind one arrival.
 
-    One thread issues them: it must know that nobody reads the SMEM any more.
+    One thread issues them: it must know that nobody reads the SMEM any more. warps: one thread of each
+    of the first so many warps does (2 or 4), each its own boxes (see `warp`), and the arrival is behind all of theirs.
     """
     if interpreting():
         for source, at, into in boxes:
@@ -52,8 +53,8 @@ def fetch(barrier: Any, boxes: Sequence[tuple[Any, tuple[Index, ...], Any]]) -> 
         scalars = iter([_index(x) for x in args[len(refs) + len(boxes) :]])
         pointer = llvm.inttoptr(ir.Type.parse("!llvm.ptr<3>"), address.registers.item())
         ready = utils.BarrierRef(pointer, reg.integer(0), None, 1)  # pyright: ignore
-        with utils.when(utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)):
-            ready.arrive(127)  # with the next line, the 128 that Mosaic expects of a warpgroup
+        with utils.when(_issuer(warps)):
+            ready.arrive(128 // max(1, warps) - 1)  # with the next line, the 128 that Mosaic expects of a warpgroup
             ready.arrive_expect_tx(total)
             for k, (_, at, _), target in zip(which, boxes, targets, strict=True):
                 where = [(next(scalars), i) for i in at]
@@ -69,6 +70,28 @@ def fetch(barrier: Any, boxes: Sequence[tuple[Any, tuple[Index, ...], Any]]) -> 
                 )
 
     run(barrier_address(barrier), *refs, *[into for *_, into in boxes], *starts)
+
+
+def _issuer(warps: int) -> Any:
+    """Whether this thread issues copies: one of the warpgroup, or one of each of its first `warps` warps."""
+    if not warps:
+        return utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+    elected = utils.single_thread_predicate(utils.ThreadSubset.WARP)
+    mine = arith.remui(utils.warp_idx(), reg.integer(4))
+    return elected if warps == 4 else arith.andi(elected, reg.below(mine, reg.integer(warps)))
+
+
+def warp() -> jax.Array:
+    """Index of this warp in its warpgroup: a scalar that differs between warps. 0 where interpreted."""
+    if interpreting():
+        return jnp.int32(0)
+
+    @reg.inline(return_type=plgpu.ShapeDtypeStruct((), i32, layout=reg.SCALAR))
+    def run(_):
+        mine = arith.remui(utils.warp_idx(), reg.integer(4))
+        return mgpu.FragmentedArray.splat(mine, (), is_signed=True)
+
+    return run()
 
 
 def _index(x: Any) -> Any:

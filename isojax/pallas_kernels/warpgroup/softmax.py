@@ -107,7 +107,7 @@ def weigh_second(x: jax.Array, m: jax.Array, den: jax.Array, alpha: jax.Array, f
 
 
 def weigh_few(scores: jax.Array, m: jax.Array, den: jax.Array, factor: float, anew: jax.Array) -> tuple[jax.Array, ...]:
-    """Both halves -> p, m, den, alpha, where only the first 8 rows matter: on a GPU those of half 1 are left alone."""
+    """Both halves -> p, m, den, alpha, where only the first 8 rows matter: on a GPU p is 0 in half 1."""
     if interpreting():
         x, top, alpha = weigh_first(scores, m, factor, anew)
         p, den = weigh_second(x, top, den, alpha, factor)
@@ -123,6 +123,7 @@ def weigh_few(scores: jax.Array, m: jax.Array, den: jax.Array, factor: float, an
         alpha = reg.exp2(arith.subf(before, tops[0]))
         _exponentials(x, 0, c, tops[0])
         sums[0] = _added(x, 0, sums[0], alpha)
+        x[:, 1] = reg.constant(0.0)  # scores kept for long would keep ptxas from running products side by side
         return *map(reg.value, (x, tops, sums)), reg.value(np.array([alpha, reg.constant(1.0)], object))
 
     return run(scores, m, den, jnp.asarray(anew))
