@@ -16,13 +16,19 @@ from isojax.pallas_kernels.attn import work
 from isojax.schedule import ROW_TILE
 
 ROW_QUANTUM = {"cpu": ROW_TILE, "sm90": 64}  # rows that an arch's kernels take at a time
+FINE = 512  # rows from which products are bound by arithmetic: there padding is time, so buckets lie closer
 
 
 def bucket(n: int, arch: str) -> int:
-    """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding."""
-    tiles = -(-max(n, 1) // ROW_QUANTUM[arch])
+    """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding.
+
+    From FINE rows on times 8, 10, 12, 14, 16, 20, ...: at most a fifth.
+    """
+    quantum = ROW_QUANTUM[arch]
+    tiles = -(-max(n, 1) // quantum)
     power = 1 << max(0, (tiles - 1).bit_length() - 1)
-    return ROW_QUANTUM[arch] * next(t for t in (power, power * 3 // 2, power * 2) if t >= tiles)
+    parts = 4 if power * quantum >= FINE else 2
+    return quantum * next(t for i in range(parts + 1) if (t := power + power * i // parts) >= tiles)
 
 
 def buckets(rows: int, arch: str) -> list[int]:
