@@ -20,9 +20,8 @@ FINE = 512  # rows from which products are bound by arithmetic: there padding is
 
 
 def bucket(n: int, arch: str) -> int:
-    """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: at most a third is padding.
-
-    From FINE rows on times 8, 10, 12, 14, 16, 20, ...: at most a fifth.
+    """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: from the third on at most a
+    third is padding. From FINE rows on four to a doubling (sm90: times 8, 10, 12, 14, 16, 20, ...): at most a fifth.
     """
     quantum = ROW_QUANTUM[arch]
     tiles = -(-max(n, 1) // quantum)

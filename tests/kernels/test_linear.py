@@ -87,9 +87,11 @@ def test_tree_is_the_pinned_one(tile):
     balanced = schedule_tree(list(values), np.add)
     chain = functools.reduce(lambda a, b: np.float32(a + b), values)
     assert balanced != chain
-    x, w = np.zeros((64, 128), jnp.bfloat16), np.zeros((64, 128), jnp.bfloat16)
+    x, w = np.zeros((64, 128), jnp.bfloat16), np.zeros((128, 128), jnp.bfloat16)
     x[:, ::16], w[:, ::16] = values, 1
-    for t in (Tiles(64, 64, 16, (1, 1)), Tiles(64, 32, 16, (1, 1), split=2)):
+    parked = Tiles(64, 128, 16, (1, 1))
+    assert parked.kept(LEAVES) == 64
+    for t in (Tiles(64, 64, 16, (1, 1)), parked, Tiles(64, 32, 16, (1, 1), split=2)):
         tile(t)
         (got,) = interpret(ROW, (x, w))
         assert (got.astype(np.float32) == balanced).all()
@@ -136,6 +138,7 @@ def test_which_leaves_share_a_step():
     assert not tiles.misfit(Tiles(64, 128, 64, (2, 1)), **shape, leaves=8)
     assert "share" in tiles.misfit(Tiles(64, 64, 64, (1, 1), split=2), n=4096, k=2752, leaves=2)
     assert "share" in tiles.misfit(Tiles(64, 256, 64, (1, 1)), **shape, leaves=8)
+    assert "launched" in tiles.misfit(Tiles(64, 64, 64, (2, 2)), **shape, leaves=1)
     assert "step of 128" in tiles.misfit(Tiles(64, 64, 128, (1, 1)), **shape, leaves=8)
 
 

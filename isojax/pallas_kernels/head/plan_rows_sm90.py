@@ -14,7 +14,7 @@ from isojax.schedule import LEAVES, padded
 EIGHTS, PAIRS = 14, 66  # clusters of eight and of two blocks, each in one GPC, that an H200 runs at a time
 MANY = 5  # turns of clusters of eight from which on a late start pays
 LATE = 1000  # ns, of clusters of eight
-READS = 6000  # bytes of logits a ns: pairs start as late as half of the rows take to come
+READS = 6000  # bytes of logits a ns, measured: pairs start about as late as half of the rows take to come
 ROOM = 224 << 10  # bytes of shared memory for the ring and the statistics
 MOST_BARRIERS = 32  # that Mosaic has in one array
 

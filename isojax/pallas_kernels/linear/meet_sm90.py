@@ -46,9 +46,9 @@ def row(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype: Any) 
         def _():
             plgpu.barrier_arrive(ready.at[wg])  # nothing lies in this block's landing area yet
 
-        def finish(_, r, c, total, *more):
+        def finish(_, r, c, total):
             plgpu.barrier_wait(ready.at[wg])
-            parts = (total, *more) if more else (total[:, :wide], total[:, wide:])
+            parts = total[:, :wide], total[:, wide:]
             place = lambda block, part: [p.at[block, pl.ds(r, t.m), pl.ds(c + part * wide, wide)] for p in post]
             for i in range(BLOCKS):
                 there = 1 - i

@@ -16,6 +16,8 @@ SMEM = 227 * 1024  # bytes of shared memory that one block can have
 SLACK = 3 * 1024  # barriers and alignment
 REGISTERS = 200  # fp32 accumulators of a consumer thread, at most
 PRODUCER_REGISTERS = 24  # of a producer thread; Hopper's least
+ADDRESSES = 16  # registers of a consumer thread that hold no accumulator, at least
+MOST_GROUPS = 3  # consumer warpgroups: a fifth warpgroup in all leaves each 96 registers, and none to hand over
 MAX_STAGES = 16
 
 
@@ -70,7 +72,7 @@ class Tiles:
         """
         size = self.m * self.n // 128
         held = (leaves.bit_length() - self.parked(leaves)) * size  # what they hold besides
-        fits = held + size // 2 + 16 <= self.budget and self.blocks == 1  # a cluster needs more addresses
+        fits = held + size // 2 + ADDRESSES <= self.budget and self.blocks == 1  # a cluster needs more addresses
         return self.n // 2 if fits and self.parked(leaves) == 1 and self.n % 128 == 0 else 0
 
     @property
@@ -101,7 +103,7 @@ def misfit(t: Tiles, *, n: int, k: int, leaves: int) -> str:
     del n  # edges are clipped
     if t.m not in (64, 128) or t.n % 8 or not 16 <= t.n <= 256 or t.k not in (16, 32, 64, 128, 256):
         return f"no tile is {t.m} x {t.n} x {t.k}"
-    if min(t.groups) < 1 or t.warpgroups > 4 or t.snake < 1:
+    if min(t.groups) < 1 or t.warpgroups > MOST_GROUPS or t.snake < 1:
         return f"{t.groups} warpgroups cannot be launched"
     if t.shared not in ("x", "w") or t.blocks not in (1, 2) or min(t.cluster, t.split) > 1:
         return f"no cluster shares {t.shared!r} among {t.cluster} blocks and leaves among {t.split}"
