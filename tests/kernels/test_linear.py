@@ -49,6 +49,7 @@ def tile(monkeypatch):
         (64, 32, 128, Tiles(64, 16, 64, (1, 1))),
         (192, 136, 64, Tiles(64, 64, 64, (2, 1))),  # past the edge of T and of N, chunks of 8 columns
         (64, 96, 80, Tiles(64, 48, 16, (1, 2))),  # three chunks a tile, K in steps of 16
+        (128, 64, 64, Tiles(128, 128, 64, (1, 1))),  # half of a tile's parts lie past the only chunk
         (256, 64, 64, Tiles(64, 32, 64, (1, 1), cluster=2, shared="w")),
         (64, 128, 64, Tiles(64, 32, 64, (1, 1), cluster=2, shared="x")),
     ),

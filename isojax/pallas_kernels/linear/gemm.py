@@ -395,6 +395,9 @@ def store(out: Any, s: Scratch, row: Any, col: Any, *values: jax.Array, limit: A
 
     # All buffers are free, however many parts the last call had; and all of the warpgroup has read what was parked.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-    for slot, (i, j) in enumerate((i, j) for i in range(0, m, 64) for j in range(len(pieces))):
+    order = [(i, j) for i in range(0, m, 64) for j in range(len(pieces))]
+    if limit is not None:
+        order.sort(key=lambda at: at[1])  # what is left out comes last: a slot's turn counts the copies before it
+    for slot, (i, j) in enumerate(order):
         write = functools.partial(part, slot, i, j)
         write() if limit is None else pl.when(col + j * wide < limit)(write)
