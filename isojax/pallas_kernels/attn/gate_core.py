@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 
-from isojax.gates.bits import Diff, compare
+from isojax.gates.bits import Diff, compare, compare_all
 from isojax.gates.case import Context, GateResult
 from isojax.pallas_kernels.attn import core
 from isojax.pallas_kernels.attn.work import capacity, tile_rows, work_list
-from isojax.schedule import KV_TILE
+from isojax.schedule import KV_PARTITION, KV_TILE
 
 LENGTHS = (1, 2, 63, 64, 65, 129, 257, 1100)
 QUICK_LENGTHS = (1, 63, 65, 258)
@@ -180,6 +180,39 @@ def control(context: Context, requests: Sequence[Request], want: Bits, page: int
     return differ({(r, last): got[0, last]}, want, "control").differing > 0
 
 
+def crowd(context: Context) -> GateResult:
+    """Decode of so many rows that one program takes a row's partitions one after another, where it has few places for
+    tiles: against the many-row kernels, and against a few of the rows, whose partitions many programs share.
+
+    All requests read the same pages, each as far as its own length. The control exchanges two tiles of keys.
+    """
+    count = 256 if context.arch == "sm90" else 32  # there are no such programs elsewhere
+    few, length, page, heads = 8, 4 * KV_PARTITION + 100, 128, Heads(16, 8, 128)
+    request = draw(context.rng, heads, length)
+    lens = length - np.arange(count, dtype=np.int32) % 97
+    q = context.rng.standard_normal((count, heads.q, heads.dim)).astype(BF16) * BF16.type(2)
+
+    def run(kv: np.ndarray, rows: int, tile: int):
+        paged = np.full((-(-length // page) * page, *kv.shape[1:]), np.nan, BF16)
+        paged[:length] = kv
+        paged = paged.reshape(-1, page, *kv.shape[1:])
+        table = np.tile(np.arange(len(paged), dtype=np.int32), (rows, 1))
+        padding = np.full((padded(rows) - rows, *q.shape[1:]), np.nan, BF16)
+        work = work_list(np.ones(rows, np.int32), tile, capacity(padded(rows), rows, tile) + 1)
+        cu_q = np.arange(rows + 1, dtype=np.int32)
+        args = np.concatenate([q[:rows], padding]), paged, table, cu_q, lens[:rows], work
+        return [x[:rows] for x in context.execute(core, args, {"scale": heads.dim**-0.5, "tile": tile})]
+
+    decode, many = tile_rows(context.arch, 1, longest=1), tile_rows(context.arch, heads.q // heads.kv)
+    want = run(request.kv, count, many)
+    total = compare_all(run(request.kv, count, decode), want, f"{count} rows ")
+    total = total + compare_all(run(request.kv, few, decode), [x[:few] for x in want], f"{few} rows ")
+    order = np.arange(length)
+    order[: 2 * KV_TILE] = np.roll(order[: 2 * KV_TILE], KV_TILE)
+    caught = compare_all(run(request.kv[order], count, decode), want).differing > 0
+    return GateResult("attn.core/decode of many", total.checked, total.differing, caught, total.first)
+
+
 @core.gate_cases
 def cases(rng, rows_wanted):
     return [
@@ -187,5 +220,6 @@ def cases(rng, rows_wanted):
         ("page sizes", gate(pages, "page sizes")),
         ("chunked prefill and prefix hits", gate(cuts, "chunked prefill and prefix hits")),
         ("decode", gate(rows, "decode")),
+        ("decode of many", crowd),
         ("tile heights", gate(tiles, "tile heights")),
     ]

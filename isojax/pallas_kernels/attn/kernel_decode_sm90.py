@@ -72,7 +72,7 @@ def grid_of(s: Shape, programs: int) -> int:
 
 
 def places_of(grid: int) -> int:
-    """3, so that two programs fit a multiprocessor; where there are that few programs, as much as one can hold."""
+    """3, so that two programs fit a multiprocessor; 5, all that one of D 128 can hold, where programs are that few."""
     return 5 if grid <= SMS else 3
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from isojax.gates.bits import compare, compare_all
+from isojax.gates.bits import Diff, compare, compare_all
 from isojax.gates.case import Case, Context, GateResult, many
 from isojax.pallas_kernels.head import logits, logprob, logprob_rows, reference
 from isojax.pallas_kernels.linear.reference import dot_t
@@ -67,9 +67,9 @@ def _logprob_rounded(hidden, weight, targets, inv_temperature, *, emit_logits):
     return jnp.take_along_axis(z, targets[:, None], 1)[:, 0] - lse, lse
 
 
-def swapped() -> np.ndarray:
+def swapped(vocab: int = V) -> np.ndarray:
     """The order of the vocabulary in which leaves 1 and 2 change places: the same terms, one reassociated tree."""
-    leaves = [np.arange(start, stop) for start, stop in vocab_leaves(V, LEAVES)]
+    leaves = [np.arange(start, stop) for start, stop in vocab_leaves(vocab, LEAVES)]
     leaves[1], leaves[2] = leaves[2], leaves[1]
     return np.concatenate(leaves)
 
@@ -79,11 +79,32 @@ def logits_cases(rng, rows):
     return Case("chain", _hidden(rng, rows), {}, _logits_reassociated, exact_logits)
 
 
+def _spread(rng, rows: int, vocab: int) -> np.ndarray:
+    """fp32 logits whose largest is 0: the sum's last bit shows in the log-sum-exp."""
+    z = 8 * rng.standard_normal((rows, vocab))
+    return (z - z.max(1, keepdims=True)).astype(np.float32)
+
+
 @logprob_rows.gate_cases
 def logprob_rows_cases(rng, rows):
-    z = 8 * rng.standard_normal((rows, V))
-    z = (z - z.max(1, keepdims=True)).astype(np.float32)  # largest 0: the sum's last bit shows in the log-sum-exp
-    return Case("softmax", (z, _inverse(rows)), {}, _rows_reassociated, exact_rows)
+    return [
+        Case("softmax", (_spread(rng, rows, V), _inverse(rows)), {}, _rows_reassociated, exact_rows),
+        ("wide, any number of rows", wide_rows),
+    ]
+
+
+def wide_rows(context: Context) -> GateResult:
+    """A vocabulary of which a block may hold less than its part of a row, or several rows: the number of rows decides
+    who computes them, and no bit. The control exchanges two leaves of the vocabulary."""
+    vocab, most = 128256, 80
+    z, inv = _spread(context.rng, most, vocab), _inverse(most)
+    run = lambda x, rows: context.execute(logprob_rows, (x[:rows], inv[:rows]), {})
+    want = run(z, most)
+    total = Diff(0, 0)
+    for rows in (16, 64):
+        total = total + compare_all(run(z, rows), [w[:rows] for w in want], f"{rows} rows ")
+    caught = compare(run(z[:, swapped(vocab)], most)[1], want[1]).differing > 0
+    return GateResult("head.logprob_rows/wide, any number of rows", total.checked, total.differing, caught, total.first)
 
 
 @logprob.gate_cases
