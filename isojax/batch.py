@@ -21,12 +21,13 @@ FINE = 512  # rows from which products are bound by arithmetic: there padding is
 
 def bucket(n: int, arch: str) -> int:
     """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: from the third on at most a
-    third is padding. From FINE rows on four to a doubling (sm90: times 8, 10, 12, 14, 16, 20, ...): at most a fifth.
+    third is padding. From FINE rows on four to a doubling (sm90: times 8, 10, 12, 14, 16): at most a fifth; from twice
+    as many on eight (times 16, 18, 20, ...): at most a ninth.
     """
     quantum = ROW_QUANTUM[arch]
     tiles = -(-max(n, 1) // quantum)
     power = 1 << max(0, (tiles - 1).bit_length() - 1)
-    parts = 4 if power * quantum >= FINE else 2
+    parts = 2 if power * quantum < FINE else 4 if power * quantum < 2 * FINE else 8
     return quantum * next(t for i in range(parts + 1) if (t := power + power * i // parts) >= tiles)
 
 

@@ -66,7 +66,8 @@ def test_column_matches_reference(tile, rows, n, k, t):
     "rows,n,k,t",
     (
         (64, 64, 128, Tiles(64, 64, 16, (1, 1))),  # the whole tree in registers
-        (64, 128, 256, Tiles(64, 128, 32, (1, 1))),  # its top in shared memory
+        (64, 128, 256, Tiles(64, 128, 32, (1, 1))),  # half of its top in shared memory
+        (64, 96, 256, Tiles(64, 96, 32, (1, 1))),  # its halves one after the other, all of it in registers
         (64, 64, 128, Tiles(64, 32, 16, (1, 1), split=2)),  # two blocks share the leaves of a tile
         (64, 64, 8 * 48, Tiles(64, 64, 16, (1, 1), split=2)),  # a leaf has more steps than the ring has stages
         (64, 64, 8 * 96, Tiles(64, 32, 64, (1, 1))),  # two leaves share a step
@@ -75,7 +76,7 @@ def test_column_matches_reference(tile, rows, n, k, t):
     ),
 )
 def test_row_matches_reference(tile, rows, n, k, t):
-    assert t.parked(LEAVES) == (t.n == 128) and t.kept(LEAVES) == (64 if t.n == 128 else 0)
+    assert t.parked(LEAVES) == (t.n > 64) and t.kept(LEAVES) == {128: 64, 96: 96}.get(t.n, 0)
     tile(t)
     args = draw(0, rows, k), draw(1, n, k)
     (got,), (want,) = interpret(ROW, args), reference(ROW, args)
@@ -90,9 +91,9 @@ def test_tree_is_the_pinned_one(tile):
     assert balanced != chain
     x, w = np.zeros((64, 128), jnp.bfloat16), np.zeros((128, 128), jnp.bfloat16)
     x[:, ::16], w[:, ::16] = values, 1
-    parked = Tiles(64, 128, 16, (1, 1))
-    assert parked.kept(LEAVES) == 64
-    for t in (Tiles(64, 64, 16, (1, 1)), parked, Tiles(64, 32, 16, (1, 1), split=2)):
+    parked, kept = Tiles(64, 128, 16, (1, 1)), Tiles(64, 96, 16, (1, 1))
+    assert parked.kept(LEAVES) == 64 and kept.kept(LEAVES) == 96
+    for t in (Tiles(64, 64, 16, (1, 1)), parked, kept, Tiles(64, 32, 16, (1, 1), split=2)):
         tile(t)
         (got,) = interpret(ROW, (x, w))
         assert (got.astype(np.float32) == balanced).all()
@@ -121,6 +122,21 @@ def test_column_compiles_without_spills(rows, n, k):
 @pytest.mark.parametrize("n,k", ((2048, 2048), (2048, 6144)))
 def test_row_compiles_without_spills(rows, n, k):
     assert len(compiles(ROW, (spec((rows, k)), spec((n, k))))) == 1
+
+
+@pytest.mark.parametrize(
+    "region,rows,n,k,tile_",
+    (
+        (COLUMN, 1152, 6144, 4096, (64, 144, 3)),
+        (COLUMN, 1280, 24576, 4096, (128, 192, 2)),
+        (ROW, 1152, 4096, 4096, (64, 96, 2)),
+        (ROW, 1280, 4096, 12288, (64, 112, 2)),
+    ),
+)
+def test_rows_of_a_mixed_step_compile_without_spills(region, rows, n, k, tile_):
+    t = tiles.for_row(rows, n, k, 1 if region is COLUMN else LEAVES)
+    assert (t.m, t.n, t.groups[0]) == tile_
+    compiles(region, (spec((rows, k)), spec((n, k))))
 
 
 @pytest.mark.parametrize("rows", (64, 128, 192, 256, 4096))

@@ -5,12 +5,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isojax.pallas_kernels.chip import SMS
-from isojax.pallas_kernels.linear.tiles import Tiles, by_model, misfit, share, step, stride
+from isojax.pallas_kernels.linear.tiles import (
+    COLUMN_KINDS,
+    FEW,
+    ROW_KINDS,
+    Tiles,
+    by_model,
+    by_pace,
+    misfit,
+    share,
+    step,
+    stride,
+)
 
 
 def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:
     """Distinct tiles for x [rows, k] @ weight[n, k].T in `leaves` leaves, the likeliest first."""
-    make = many if rows > 256 else few
+    make = many if rows > FEW else few
     found = dict.fromkeys(make(rows, n, k // leaves, leaves))
     return [t for t in found if not misfit(t, n=n, k=k, leaves=leaves)]
 
@@ -18,18 +29,17 @@ def candidates(rows: int, *, n: int, k: int, leaves: int) -> list[Tiles]:
 def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
     """Many rows: large tiles, so that the tensor cores wait neither for shared memory nor for the L2."""
     k, half = step(width, leaves), stride(width, 32)
-    best, *others = by_model(rows, n, 256 if leaves == 1 else 128)
-    cols = best[0]
-    yield Tiles(64, cols, k, (2, 1))
+    kinds = COLUMN_KINDS if leaves == 1 else ROW_KINDS
+    for kind in kinds:
+        for m, cols, down in by_pace(rows, n, kind)[:2]:
+            yield Tiles(m, cols, k, (down, 1))
+            yield Tiles(m, cols, k, (down, 1), snake=1)
+    _, cols, _ = by_pace(rows, n, kinds[0])[0]
+    yield Tiles(64, cols, half, (2, 1))
     if leaves == 1:
         yield Tiles(64, cols, k, (2, 1), cluster=2, shared="w")
-        yield Tiles(64, cols, half, (2, 1), cluster=2, shared="w")
-        yield Tiles(64, others[0][0], k, (2, 1), cluster=2, shared="w")
-        tall = by_model(rows, n, 192, m=128)[0][0]
-        yield Tiles(128, tall, k, (2, 1))
     else:
-        yield Tiles(64, cols, half, (2, 1))
-        yield Tiles(64, 96, k, (2, 1))
+        yield Tiles(64, cols, k, (2, 1), snake=16)
     if rows <= 1024:
         yield Tiles(64, 64, k, (2, 1))
 

@@ -29,6 +29,8 @@ SINGLE = (
     Tiles(64, 64, 64, (2, 1), cluster=2, shared="w"),
     Tiles(64, 32, 128, (1, 1)),
     Tiles(64, 96, 32, (2, 1), cluster=2, shared="w"),
+    Tiles(64, 144, 64, (3, 1)),
+    Tiles(128, 176, 64, (2, 1)),
 )
 LEAVED = (
     Tiles(64, 32, 64, (1, 1)),
@@ -37,6 +39,9 @@ LEAVED = (
     Tiles(64, 128, 32, (2, 1), cluster=2, shared="w"),
     Tiles(64, 96, 64, (1, 1), split=2),
     Tiles(64, 48, 128, (2, 1)),
+    Tiles(64, 96, 64, (2, 1), snake=1),  # one half of the tree after the other, all in registers
+    Tiles(64, 112, 64, (2, 1)),
+    Tiles(64, 120, 64, (2, 1)),  # a fourth of it parked
 )
 SHARED = (  # of leaves of 96 columns: those with steps of 64 share every third one among two leaves
     Tiles(64, 32, 32, (1, 1)),
@@ -44,6 +49,7 @@ SHARED = (  # of leaves of 96 columns: those with steps of 64 share every third 
     Tiles(64, 128, 64, (2, 1)),
     Tiles(64, 64, 64, (2, 1), cluster=2, shared="w"),
     Tiles(64, 64, 64, (2, 1), split=2),
+    Tiles(64, 96, 64, (2, 1)),
 )
 
 

@@ -104,14 +104,14 @@ def scratch(
     """
     groups, stage, park, used = t.warpgroups, None, None, reserved
     slots, part = 2, 64 * wide * jnp.dtype(out_dtype or jnp.int8).itemsize
-    if levels := t.parked(leaves):
-        parked = levels * t.m * (t.n - t.kept(leaves))
-        park = parking(groups, levels, t.m, t.n - t.kept(leaves))
+    levels, apart = t.parked(leaves), t.n - t.kept(leaves)
+    if parked := levels * t.m * apart:
+        park = parking(groups, levels, t.m, apart)
         used += groups * parked * 4
         slots = parked * 4 // part if wide else 0
     if wide:
         stage = plgpu.SMEM((groups, slots, 64, wide), out_dtype, transforms=tiled(wide, out_dtype))
-        used += 0 if levels else groups * slots * part
+        used += 0 if parked else groups * slots * part
     stages = t.stages(used)
     if stages < 2:
         raise ValueError(f"{t} leaves no room for two pipeline stages in shared memory")
@@ -135,8 +135,15 @@ def scratch(
     )
 
 
-def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Scratch) -> Callable[..., Any]:
-    """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch)."""
+def launch(
+    body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Scratch, even: bool = False
+) -> Callable[..., Any]:
+    """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch).
+
+    even: only as many blocks as the last wave leaves busy: no later, and with more power for each (1 to 2% measured).
+    """
+    places = SMS // t.blocks
+    blocks = -(-items // -(-items // places)) if even else min(items, places)
     present = {k: v for k, v in s._asdict().items() if v is not None}
     absent = dict.fromkeys(s._fields)
     # One memory: when a warpgroup stores a total, nothing of it is parked any more. Its shares are equally large.
@@ -155,7 +162,7 @@ def launch(body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Sc
         with_scratch,
         out_type=out_type,
         scratch_types=present,
-        grid=(min(items, SMS // t.blocks),),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=t.warpgroups + 1,
         thread_name="wg",
@@ -300,7 +307,8 @@ def product(
                 """The sum of `count` leaves from `low`, in registers. A leaf's first steps run before the last ones of
                 the leaf before it have ended, so that the tensor cores wait for no sum; its accumulator is one that
                 the tree has room for then."""
-                first = [info.local_index * every + (low + j) * steps for j in range(count)]
+                first: dict[int, Any] = {}  # ring step of each leaf
+                pinned = lax.optimization_barrier if halves else lambda i: i  # else all leaves' addresses are kept
 
                 def mma(acc, j, i, half=False):
                     slot = lax.rem(first[j] + i, stages)
@@ -332,6 +340,8 @@ def product(
                     return value
 
                 def leaf(j, before, sums):
+                    first[j] = pinned(info.local_index * every + (low + j) * steps)
+
                     def run(acc):
                         for i in range(behind):
                             mma(acc, j, i, half=halves and j % 2 == 1 and i == 0)
@@ -350,22 +360,26 @@ def product(
                 if level >= t.parked(leaves):
                     return [some(low, count)]
                 half = functools.partial(add, count=count // 2, level=level + 1)
-                park, kept = s.park.at[wg, level], 0 if level else t.kept(leaves)
+                kept = 0 if level else t.kept(leaves)
+                park = s.park.at[wg, level] if kept < t.n else None
 
                 def each(i, before):  # a loop: half as much code as both halves written out, and fewer registers
                     [part] = half(low + i * (count // 2))
 
                     @pl.when(i == 0)
                     def _():
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last total has left this memory
-                        park[...] = part[:, kept:]
+                        if park is not None:
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last total has left this memory
+                            park[...] = part[:, kept:]
 
                     return [part, *(b[:, :kept] for b in before[:1] if kept)]
 
                 nothing = lambda n: plgpu.layout_cast(jnp.zeros((t.m, n), jnp.float32), plgpu.Layout.WGMMA)
                 both = [nothing(n) for n in (t.n, kept) if n]
                 right, *left = lax.fori_loop(0, opaque(2), each, both)
-                sums = [*(a + right[:, :kept] for a in left), park[...] + right[:, kept:]]
+                sums = [a + right[:, :kept] for a in left]
+                if park is not None:
+                    sums.append(park[...] + right[:, kept:])
                 return [lax.optimization_barrier(a) for a in sums]
 
             finish(at, at.row + down * t.m, at.col + right * t.n, *add(0, leaves, 0))

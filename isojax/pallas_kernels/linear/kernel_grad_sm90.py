@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.linear import gemm
-from isojax.pallas_kernels.linear.tiles import Tiles, stride, waves
+from isojax.pallas_kernels.linear.tiles import FEW, Tiles, stride, waves
 
 DGRAD = (False, True)  # ct [T, N] @ weight [N, K]: the weight has the contraction first
 WGRAD = (True, True)  # ct [T, N].T @ x [T, K]: both have
@@ -97,7 +97,8 @@ def multiply(
 
     dtype = out.dtype
     s = gemm.scratch(t, 1, dtype, gemm.chunk(t.n, cols, dtype), stored)
-    return gemm.launch(body, out if fresh else (), t, items, s)(*[v for _, v in present])
+    even = min(rows, depth) > FEW
+    return gemm.launch(body, out if fresh else (), t, items, s, even)(*[v for _, v in present])
 
 
 def storage(first: tuple[bool, bool], t: Tiles, rows: int, cols: int) -> gemm.Stored:
@@ -112,7 +113,7 @@ def tiles_of(rows: int, cols: int, depth: int) -> Tiles:
     options = {  # time of one block tile, of the largest; measured on an H200
         Tiles(128, 128, k, (2, 1), snake=16): 1.0,
         Tiles(64, 192, k, (2, 1)): 0.77,
-        Tiles(64, 128, k, (2, 1)): 0.52,
+        Tiles(64, 128, k, (2, 1), snake=2 if rows <= 2048 else 8): 0.52,
         Tiles(64, 64, k, (2, 1)): 0.33,
     }
     return min(options, key=lambda t: waves(rows, cols, t.rows, t.cols) * options[t])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from isojax import tuning
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.linear import gemm, meet_sm90, tiles
-from isojax.pallas_kernels.linear.tiles import Tiles
+from isojax.pallas_kernels.linear.tiles import FEW, Tiles
 
 
 def column(x: jax.Array, weight: jax.Array, *, t: Tiles | None = None) -> jax.Array:
@@ -47,7 +47,7 @@ def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) ->
 
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
     s = gemm.scratch(t, leaves, out_dtype, gemm.chunk(t.n, n, out_dtype), halves=t.halves(k // leaves))
-    return gemm.launch(body, out, t, items, s)(x, weight)
+    return gemm.launch(body, out, t, items, s, even=rows > FEW)(x, weight)
 
 
 def supports(region: str, x, weight, leaves: int = 1) -> None:

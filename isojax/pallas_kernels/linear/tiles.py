@@ -19,6 +19,12 @@ PRODUCER_REGISTERS = 24  # of a producer thread; Hopper's least
 ADDRESSES = 16  # registers of a consumer thread that hold no accumulator, at least
 MOST_GROUPS = 3  # consumer warpgroups: a fifth warpgroup in all leaves each 96 registers, and none to hand over
 MAX_STAGES = 16
+FEW = 256  # rows up to which weights are streamed once, and bind
+MANY = 4096  # rows from which the last wave counts for little
+PAUSE = 80  # cycles that a step of many rows takes beside its products; measured on an H200
+# Many rows: rows of a warpgroup, warpgroups along M, columns. Sums of several leaves have less room.
+COLUMN_KINDS = ((64, 2, range(16, 257, 16)), (64, 3, range(128, 193, 16)), (128, 2, range(128, 193, 16)))
+ROW_KINDS = ((64, 2, range(16, 129, 16)),)
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,16 @@ class Tiles:
         return levels - held
 
     def kept(self, leaves: int) -> int:
-        """Columns that registers hold of a sum that else waits in shared memory: half, where they have the room.
+        """Columns that registers hold of a sum that else waits in shared memory: all or at least half, where they can.
 
         A tile of 128 x 128 is bound by shared memory: what is not parked is time.
         """
-        size = self.m * self.n // 128
-        held = (leaves.bit_length() - self.parked(leaves)) * size  # what they hold besides
-        fits = held + size // 2 + ADDRESSES <= self.budget and self.blocks == 1  # a cluster needs more addresses
-        return self.n // 2 if fits and self.parked(leaves) == 1 and self.n % 128 == 0 else 0
+        if self.parked(leaves) != 1 or self.blocks != 1:  # a cluster needs more addresses
+            return 0
+        size, piece = self.m * self.n // 128, min(64, self.n & -self.n)  # of what is stored at a time
+        room = self.budget - ADDRESSES - (leaves.bit_length() - 1) * size  # beside what they hold anyway
+        fits = min(self.n, room * 128 // self.m // piece * piece)
+        return fits if 2 * fits >= self.n else 0
 
     @property
     def budget(self) -> int:
@@ -165,6 +173,17 @@ def by_model(
     return sorted(options, key=lambda o: (cost(t, n, m, *o), -m * o[0] * o[1] * o[2]))
 
 
+def by_pace(t: int, n: int, *kinds: tuple[int, int, range]) -> list[tuple[int, int, int]]:
+    """(rows of a warpgroup, columns, warpgroups along M) of tiles for many rows, x [t, k] and weight [n, k].
+
+    kinds: rows of a warpgroup, warpgroups, columns. The fastest first by a model: a step of 64 takes what the tensor
+    cores take, and PAUSE cycles.
+    """
+    options = [(m, c, down) for m, down, cols in kinds for c in cols]
+    cycles = lambda m, c, down: waves(t, n, m * down, c) * (m * down * c // 32 + PAUSE)
+    return sorted(options, key=lambda o: (cycles(*o), -o[0] * o[1] * o[2]))
+
+
 def for_column(t: int, n: int, k: int) -> Tiles:
     """Tiles of a single chain over K: x [t, k], weight [n, k]; k a multiple of 16."""
     if t <= 128:  # weights are streamed once; as many narrow tiles as there are SMs share that work
@@ -176,16 +195,19 @@ def for_column(t: int, n: int, k: int) -> Tiles:
         if down == 2 and (pair := share(n, SMS // 2)) <= 128:
             return Tiles(64, pair, stride(k), (1, 1), cluster=2, shared="w")
         return Tiles(64, cols, stride(k, 128 if t <= 64 else 64), (down, 1))
-    if t <= 256:
+    if t <= FEW:
         cols, *groups = by_model(t, n, 192, ((2, 1), (1, 1)))[0]
         wide = groups == [1, 1] and cols <= 64
         return Tiles(64, cols, stride(k, 128 if wide else 64), (groups[0], groups[1]), snake=1)  # neighbours share w
-    flat, tall = by_model(t, n, 256)[0], by_model(t, n, 192, m=128)[0]
-    if cost(t, n, 128, *tall) < 0.97 * cost(t, n, 64, *flat):
-        return Tiles(128, tall[0], stride(k), (2, 1))
-    if t % 256 == 0 and flat[0] >= 128:  # narrower tiles lose more by going in step with a neighbour
-        return Tiles(64, flat[0], stride(k), (2, 1), cluster=2, shared="w")
-    return Tiles(64, flat[0], stride(k), (2, 1))
+    if t < MANY:
+        m, cols, down = by_pace(t, n, *COLUMN_KINDS)[0]
+    else:  # power binds: taller tiles gain nothing unless they fill the last wave much better
+        flat, tall = by_model(t, n, 256)[0], by_model(t, n, 192, m=128)[0]
+        wins = cost(t, n, 128, *tall) < 0.97 * cost(t, n, 64, *flat)
+        m, cols, down = (128, *tall[:2]) if wins else (64, *flat[:2])
+    if (m, down) == (64, 2) and t % 256 == 0 and cols >= 128:  # narrower ones lose more by going in step
+        return Tiles(m, cols, stride(k), (down, 1), cluster=2, shared="w")
+    return Tiles(m, cols, stride(k), (down, 1))
 
 
 def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
@@ -200,17 +222,18 @@ def for_row(t: int, n: int, k: int, leaves: int) -> Tiles:
         if leaves % 2 == 0 and width >= 768:
             return Tiles(64, pair, steps(128), (1, 1), split=2)
         return Tiles(64, min(96, share(n, SMS)), steps(128), (1, 1))
-    if t <= 256:
+    if t <= FEW:
         order = 8 if tall == 1 else 1  # neighbours in time share weights
-        if halves and t == 256:  # two blocks to a tile spill
+        if halves and t == FEW:  # two blocks to a tile spill
             return Tiles(64, min(128, share(n, SMS // 4)), 64, (1, 1), snake=order)
         if leaves % 2 == 0 and width >= (384 if tall == 1 else 1024) and not (halves and tall == 2):
             return Tiles(64, pair, steps(), (2, 1), split=2)
         cols, *groups = by_model(t, n, 96, ((2, 1), (1, 1)))[0]
         k_step = steps(128 if groups[0] * 64 + cols <= 128 else 64)
         return Tiles(64, cols, k_step, (groups[0], groups[1]), snake=order)
-    cols, *_ = by_model(t, n, 128)[0]
-    return Tiles(64, cols, steps(), (2, 1))
+    m, cols, down = by_pace(t, n, *ROW_KINDS)[0]
+    order = 1 if t <= 1024 else 16 if n * k <= 1 << 22 else 8  # neighbours in time share weights; 8 MiB stay in the L2
+    return Tiles(m, cols, steps(), (down, 1), snake=order)
 
 
 def for_vocabulary(t: int, k: int, emit_logits: bool = False) -> Tiles:

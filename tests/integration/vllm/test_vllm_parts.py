@@ -208,8 +208,8 @@ def test_the_dispatcher_has_graphs_of_both_kinds():
 
 def test_buckets_and_graphs():
     assert buckets(200, "cpu") == [16, 32, 48, 64, 96, 128, 192]
-    assert buckets(2048, "sm90") == [64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
-    assert [bucket(n, "sm90") for n in (0, 1, 65, 513, 641, 8193)] == [64, 64, 128, 640, 768, 10240]
+    assert buckets(1536, "sm90") == [64, 128, 192, 256, 384, 512, 640, 768, 896, 1024, 1152, 1280, 1408, 1536]
+    assert [bucket(n, "sm90") for n in (0, 1, 65, 513, 641, 2049, 8193)] == [64, 64, 128, 640, 768, 2304, 9216]
     made = graphs(200, max_num_seqs=150)
     assert made == {"mode": 0, "cudagraph_mode": "FULL", "cudagraph_capture_sizes": [64, 128, 150, 192, 200]}
     assert graphs(64, max_num_seqs=100)["cudagraph_capture_sizes"] == [64]
