@@ -5,6 +5,7 @@ T is rounded up to a bucket so that few shapes are compiled; padding rows are ex
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ ROW_QUANTUM = {"cpu": ROW_TILE, "sm90": 64}  # rows that an arch's kernels take 
 FINE = 512  # rows from which products are bound by arithmetic: there padding is time, so buckets lie closer
 
 
+@functools.cache
 def bucket(n: int, arch: str) -> int:
     """Rows that n rows are padded to: the quantum times 1, 2, 3, 4, 6, 8, 12, 16, ...: from the third on at most a
     third is padding. From FINE rows on four to a doubling (sm90: times 8, 10, 12, 14, 16): at most a fifth; from twice

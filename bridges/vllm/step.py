@@ -54,6 +54,8 @@ class Step:
         self._whole = Arrays(new(t), new(t), cu_q, lens, flat.view(items, 2), new(r, blocks), new(t), self.tile)
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], Arrays] = {}
+        self._ones: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # cu_q and work of so many requests of one row
+        self._rows = 0  # from here on positions and slots are zero
 
     def requests(self, rows: int) -> int:
         """Requests that a bucket of `rows` rows has room for."""
@@ -77,20 +79,34 @@ class Step:
         a = self.arrays(n, common.max_query_len <= 1 if self.decode is None else self.decode)
         a.positions[:n].copy_(common.positions[:n], non_blocking=True)
         torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])  # vLLM marks padding rows with -1
-        if n < len(a.slots):
-            a.positions[n:].zero_()
-            a.slots[n:].zero_()
+        if n < self._rows:
+            self._whole.positions[n : self._rows].zero_()
+            self._whole.slots[n : self._rows].zero_()
+        self._rows = n
         width = min(a.table.shape[1], common.block_table_tensor.shape[1])
         a.table[:r, :width].copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
-        query = np.diff(starts)
         cu_q, lens, items = self._control.stage()
-        cu_q[: r + 1], cu_q[r + 1 :] = starts, starts[-1]
+        if common.max_query_len <= 1 and starts[r] == r:  # a step so short that the host's part of it shows
+            query: Any = 1
+            cu_q[:], items[:] = self._one_row_each(r)
+        else:
+            query = np.diff(starts)
+            cu_q[: r + 1], cu_q[r + 1 :] = starts, starts[-1]
+            items[:] = work.work_list(query, self.tile, len(items) // 2).reshape(-1)
         # exact without speculative decoding; vLLM's dummy batches, though, may have more new tokens than tokens
-        lens[:r], lens[r:] = np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query), 0
-        items[:] = work.work_list(query, self.tile, len(items) // 2).reshape(-1)
+        np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query, out=lens[:r])
+        lens[r:] = 0
         self._control.send()
         return a
+
+    def _one_row_each(self, requests: int) -> tuple[np.ndarray, np.ndarray]:
+        """cu_q and the work list, flat, where every request has one row: the same in each such step."""
+        if requests not in self._ones:
+            r, items = len(self._whole.lens), len(self._whole.work)
+            listed = work.work_list(np.ones(requests, np.int64), self.tile, items).reshape(-1)
+            self._ones[requests] = np.minimum(np.arange(r + 1, dtype=np.int32), requests), listed
+        return self._ones[requests]
 
     def idle(self, rows: int) -> Arrays:
         """A bucket without any request: what a profiling run computes before there is a cache."""

@@ -110,8 +110,7 @@ def common(padded: int | None = None, requests: int | None = None):
 @pytest.mark.parametrize(("padded", "requests"), [(None, None), (32, 8), (32, 5)])
 def test_step_buffers_hold_what_the_reference_packs(padded, requests):
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
-    for x in step.arrays(128)[:-1]:
-        x.fill_(7)  # an earlier step's contents
+    step.fill(prompt(128))
     metadata, plain = common(padded, requests)
     a = step.fill(metadata)
     n = sum(QUERY)
@@ -158,6 +157,42 @@ def decode(requests: int):
         block_table_tensor=torch.ones(requests, 16, dtype=torch.int32),
         query_start_loc_cpu=whole(range(requests + 1)),
         max_query_len=1,
+    )
+
+
+def prompt(rows: int):
+    """CommonAttentionMetadata of a step with one request of so many rows."""
+    whole = lambda x, dtype=torch.int32: torch.as_tensor(x, dtype=dtype)
+    return SimpleNamespace(
+        num_actual_tokens=rows,
+        num_reqs=1,
+        positions=whole(range(7, 7 + rows), torch.int64),
+        slot_mapping=whole(range(16, 16 + rows), torch.int64),
+        seq_lens_cpu_upper_bound=whole([7 + rows]),
+        block_table_tensor=torch.ones(1, 16, dtype=torch.int32),
+        query_start_loc_cpu=whole([0, rows]),
+        max_query_len=rows,
+    )
+
+
+def test_rows_past_a_steps_own_are_idle_whatever_ran_before():
+    step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    for rows in (100, 40):
+        step.fill(prompt(rows))
+    step.fill(decode(3))
+    whole = step.arrays(128)
+    assert whole.positions.tolist() == [19] * 3 + [0] * 125 and whole.slots.tolist() == [16, 17, 18] + [0] * 125
+    assert whole.lens.tolist() == [20] * 3 + [0] * 5 and whole.cu_q.tolist() == [0, 1, 2] + [3] * 6
+
+
+def test_requests_without_a_row_are_no_decode_steps_own():
+    """vLLM pads a graph's requests: with rows that its metadata counts, and none of their own."""
+    step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
+    padded = decode(70)
+    padded.query_start_loc_cpu[67:] = 66
+    a = step.fill(padded)
+    assert (
+        a.cu_q.tolist() == [*range(67), *[66] * 62] and a.work.tolist() == [[i, 0] for i in range(66)] + [[-1, 0]] * 62
     )
 
 
