@@ -168,7 +168,8 @@ class RowFinder:
 def rows_for(tokens: int, arch: str) -> int:
     """Rows that `tokens` are padded to: an eighth of the power of two below at most, since a trainer computes them all.
 
-    Finer than an engine's buckets, which are captured as graphs: here a new count costs a compilation, once.
+    Below 1,024 rows finer than an engine's buckets, which are captured as graphs: here a new count costs a compilation,
+    once.
     """
     quantum = batches.ROW_QUANTUM[arch]
     step = max(quantum, 1 << max(0, (tokens - 1).bit_length() - 4))

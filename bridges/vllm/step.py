@@ -54,7 +54,7 @@ class Step:
         self._whole = Arrays(new(t), new(t), cu_q, lens, flat.view(items, 2), new(r, blocks), new(t), self.tile)
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], Arrays] = {}
-        self._ones: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # cu_q and work of so many requests of one row
+        self._ones: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of `_one_row_each`
         self._rows = 0  # from here on positions and slots are zero
 
     def requests(self, rows: int) -> int:
@@ -76,37 +76,38 @@ class Step:
         Rows past the last request write into block 0, which is nobody's, and belong to no attention tile.
         """
         n, r = common.num_actual_tokens, common.num_reqs
+        dirty, self._rows = self._rows, n
         a = self.arrays(n, common.max_query_len <= 1 if self.decode is None else self.decode)
         a.positions[:n].copy_(common.positions[:n], non_blocking=True)
         torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])  # vLLM marks padding rows with -1
-        if n < self._rows:
-            self._whole.positions[n : self._rows].zero_()
-            self._whole.slots[n : self._rows].zero_()
-        self._rows = n
+        if n < dirty:
+            self._whole.positions[n:dirty].zero_()
+            self._whole.slots[n:dirty].zero_()
         width = min(a.table.shape[1], common.block_table_tensor.shape[1])
         a.table[:r, :width].copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
         cu_q, lens, items = self._control.stage()
-        if common.max_query_len <= 1 and starts[r] == r:  # a step so short that the host's part of it shows
-            query: Any = 1
-            cu_q[:], items[:] = self._one_row_each(r)
+        live = int(starts[r])  # for a graph's sake vLLM adds requests without a row
+        if common.max_query_len <= 1 and live <= r and starts[live] == live:  # the host's part of such a step shows
+            cu_q[:], items[:], query = self._one_row_each(live)
         else:
             query = np.diff(starts)
-            cu_q[: r + 1], cu_q[r + 1 :] = starts, starts[-1]
+            cu_q[: r + 1], cu_q[r + 1 :] = starts, live
             items[:] = work.work_list(query, self.tile, len(items) // 2).reshape(-1)
         # exact without speculative decoding; vLLM's dummy batches, though, may have more new tokens than tokens
-        np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query, out=lens[:r])
+        np.maximum(np.asarray(common.seq_lens_cpu_upper_bound[:r]), query[:r], out=lens[:r])
         lens[r:] = 0
         self._control.send()
         return a
 
-    def _one_row_each(self, requests: int) -> tuple[np.ndarray, np.ndarray]:
-        """cu_q and the work list, flat, where every request has one row: the same in each such step."""
-        if requests not in self._ones:
-            r, items = len(self._whole.lens), len(self._whole.work)
-            listed = work.work_list(np.ones(requests, np.int64), self.tile, items).reshape(-1)
-            self._ones[requests] = np.minimum(np.arange(r + 1, dtype=np.int32), requests), listed
-        return self._ones[requests]
+    def _one_row_each(self, live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """cu_q, the work list, flat, and rows of each request, where the first `live` requests have one row each."""
+        if live not in self._ones:
+            seqs, items = len(self._whole.lens), len(self._whole.work)
+            query = (np.arange(seqs) < live).astype(np.int32)
+            listed = work.work_list(query, self.tile, items).reshape(-1)
+            self._ones[live] = np.concatenate([[0], np.cumsum(query)]).astype(np.int32), listed, query
+        return self._ones[live]
 
     def idle(self, rows: int) -> Arrays:
         """A bucket without any request: what a profiling run computes before there is a cache."""

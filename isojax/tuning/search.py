@@ -35,7 +35,7 @@ from isojax.schedule import LEAVES
 from isojax.tuning.table import Choice, Entry, Region, Shape, Table, TableError, dump, load
 
 REGIONS = get_args(Region)
-ROWS = tuple(sorted({shapes.padded(m) for m in shapes.ROWS}))  # the kernels' row counts
+ROWS = tuple(sorted({shapes.padded(m) for m in (*shapes.ROWS, *shapes.MIXED_ROWS)}))  # the kernels' row counts
 GAIN = 0.99  # an entry must be this much faster than the rule, or the rule stays
 DEVICE = "cuda:0"
 VIRTUAL = 8  # parts of K that cancel in the gate's data

@@ -131,6 +131,7 @@ def test_row_compiles_without_spills(rows, n, k):
         (COLUMN, 1280, 24576, 4096, (128, 192, 2)),
         (ROW, 1152, 4096, 4096, (64, 96, 2)),
         (ROW, 1280, 4096, 12288, (64, 112, 2)),
+        (ROW, 896, 2560, 9728, (64, 80, 2)),
     ),
 )
 def test_rows_of_a_mixed_step_compile_without_spills(region, rows, n, k, tile_):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from isojax.gates.bench import BenchCase, Operand
-from isojax.gates.shapes import MODELS, ROWS, padded
+from isojax.gates.shapes import MIXED_ROWS, MODELS, ROWS, padded
 from isojax.pallas_kernels.linear import column, row
 from isojax.schedule import LEAVES
 
@@ -32,10 +32,11 @@ def _case(m, part, n, k, t, **statics):
 
 @column.bench_cases
 def column_cases():
-    return [_case(m, *linear, t) for m in MODELS for linear in m.column for t in ROWS]
+    return [_case(m, *linear, t) for m in MODELS for linear in m.column for t in (*ROWS, *MIXED_ROWS)]
 
 
 @row.bench_cases
 def row_cases():
     """A rank of a tensor-parallel model owns its share of the leaves."""
-    return [_case(m, *linear, t, leaves=LEAVES // m.ranks) for m in MODELS for linear in m.row for t in ROWS]
+    rows = (*ROWS, *MIXED_ROWS)
+    return [_case(m, *linear, t, leaves=LEAVES // m.ranks) for m in MODELS for linear in m.row for t in rows]

@@ -8,6 +8,7 @@ from isojax.pallas_kernels.chip import SMS
 from isojax.pallas_kernels.linear.tiles import (
     COLUMN_KINDS,
     FEW,
+    MANY,
     ROW_KINDS,
     Tiles,
     by_model,
@@ -34,7 +35,8 @@ def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
         for m, cols, down in by_pace(rows, n, kind)[:2]:
             yield Tiles(m, cols, k, (down, 1))
             yield Tiles(m, cols, k, (down, 1), snake=1)
-    _, cols, _ = by_pace(rows, n, kinds[0])[0]
+    cols = by_model(rows, n, 256 if leaves == 1 else 128)[0][0] if rows >= MANY else by_pace(rows, n, kinds[0])[0][1]
+    yield Tiles(64, cols, k, (2, 1))
     yield Tiles(64, cols, half, (2, 1))
     if leaves == 1:
         yield Tiles(64, cols, k, (2, 1), cluster=2, shared="w")

@@ -308,7 +308,9 @@ def product(
                 the leaf before it have ended, so that the tensor cores wait for no sum; its accumulator is one that
                 the tree has room for then."""
                 first: dict[int, Any] = {}  # ring step of each leaf
-                pinned = lax.optimization_barrier if halves else lambda i: i  # else all leaves' addresses are kept
+                # LLVM would keep every leaf's address alive; where sums leave no room for that, each waits for its leaf
+                tight = halves or (leaves > 4 and t.n > 64 and not t.parked(leaves))
+                pinned = lax.optimization_barrier if tight else lambda i: i
 
                 def mma(acc, j, i, half=False):
                     slot = lax.rem(first[j] + i, stages)
@@ -366,9 +368,10 @@ def product(
                 def each(i, before):  # a loop: half as much code as both halves written out, and fewer registers
                     [part] = half(low + i * (count // 2))
 
-                    @pl.when(i == 0)
-                    def _():
-                        if park is not None:
+                    if park is not None:
+
+                        @pl.when(i == 0)
+                        def _(park=park):
                             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last total has left this memory
                             park[...] = part[:, kept:]
 

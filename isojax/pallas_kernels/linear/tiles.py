@@ -74,7 +74,7 @@ class Tiles:
     def kept(self, leaves: int) -> int:
         """Columns that registers hold of a sum that else waits in shared memory: all or at least half, where they can.
 
-        A tile of 128 x 128 is bound by shared memory: what is not parked is time.
+        What is not parked is time: tiles of 96 and 112 columns wait for it, those of 128 are bound by that memory.
         """
         if self.parked(leaves) != 1 or self.blocks != 1:  # a cluster needs more addresses
             return 0

@@ -185,15 +185,27 @@ def test_rows_past_a_steps_own_are_idle_whatever_ran_before():
     assert whole.lens.tolist() == [20] * 3 + [0] * 5 and whole.cu_q.tolist() == [0, 1, 2] + [3] * 6
 
 
-def test_requests_without_a_row_are_no_decode_steps_own():
+@pytest.mark.parametrize("live", (1, 66, 70))
+def test_a_decode_step_is_laid_out_once_for_so_many_live_requests(live, monkeypatch):
     """vLLM pads a graph's requests: with rows that its metadata counts, and none of their own."""
     step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
     padded = decode(70)
-    padded.query_start_loc_cpu[67:] = 66
-    a = step.fill(padded)
-    assert (
-        a.cu_q.tolist() == [*range(67), *[66] * 62] and a.work.tolist() == [[i, 0] for i in range(66)] + [[-1, 0]] * 62
-    )
+    padded.query_start_loc_cpu[live:] = live
+    padded.seq_lens_cpu_upper_bound[live:] = 0
+    for _ in range(3):
+        a = step.fill(padded)
+        assert a.cu_q.tolist() == [*range(live), *[live] * (129 - live)]
+        assert a.work.tolist() == [[i, 0] for i in range(live)] + [[-1, 0]] * (128 - live)
+        assert a.lens.tolist() == [20] * live + [0] * (128 - live)
+        monkeypatch.setattr(work, "work_list", None)  # no later step lays it out anew
+
+
+def test_a_request_without_a_row_may_stand_between_others():
+    step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
+    gap = decode(4)
+    gap.query_start_loc_cpu[2:] -= 1
+    a = step.fill(gap)
+    assert a.cu_q[:6].tolist() == [0, 1, 1, 2, 3, 3] and a.work[:4].tolist() == [[0, 0], [2, 0], [3, 0], [-1, 0]]
 
 
 def test_a_decode_step_fits_the_graphs_of_both_kinds():
