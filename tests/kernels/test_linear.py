@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from harness import compiles, fingerprint_elsewhere, interpret, reference, spec, ulps
 
+from isojax.batch import bucket
 from isojax.errors import Unsupported
+from isojax.gates import shapes
 from isojax.lowering import fingerprint
 from isojax.pallas_kernels.linear import gemm, kernel_sm90, tiles
 from isojax.pallas_kernels.linear.tiles import Tiles
@@ -110,6 +112,23 @@ def test_bits_do_not_depend_on_tiles_or_batch(tile):
     alone[5] = x[100]
     assert all((e == every[0]).all() for e in every)
     assert (bits(interpret(ROW, (alone, w))[0])[5] == every[0][100]).all()
+
+
+def test_an_even_grid_is_smaller_and_changes_no_bit(tile, monkeypatch):
+    """Five tiles on four SMs take two turns, for which three blocks are enough."""
+    x, w = draw(0, 320, 128), draw(1, 32, 128)
+    tile(Tiles(64, 32, 64, (1, 1)))
+    grids, real = [], gemm.plgpu.kernel
+    monkeypatch.setattr(gemm.plgpu, "kernel", lambda *a, **kw: grids.append(kw["grid"]) or real(*a, **kw))
+    whole = [bits(interpret(region, (x, w))[0]) for region in (COLUMN, ROW)]
+    monkeypatch.setattr(gemm, "SMS", 4)
+    assert all((bits(interpret(r, (x, w))[0]) == b).all() for r, b in zip((COLUMN, ROW), whole, strict=True))
+    interpret(COLUMN, (x[:256], w))  # few rows: a block on every SM
+    assert grids == [(5,), (5,), (3,), (3,), (4,)]
+
+
+def test_rows_of_a_mixed_step_are_padded_as_an_engine_does():
+    assert all(bucket(m, "sm90") == shapes.padded(m) for m in shapes.MIXED_ROWS)
 
 
 @pytest.mark.parametrize("rows", (64, 256, 4096))

@@ -16,6 +16,7 @@ from isojax.pallas_kernels.linear.tiles import Tiles
 from isojax.schedule import LEAVES, tree
 
 K, N = 1024, 160  # leaves of 128; N is no multiple of a tile
+NARROW, TURNS = Tiles(64, 16, 32, (1, 1)), 6  # 192 rows so often make 180 items: two turns of 90 blocks
 
 # What is free to tune and must not show: tile shapes, pipeline depth and step, warpgroups, clusters, order of work,
 # blocks that share the leaves of a tile.
@@ -130,6 +131,9 @@ def any_cut(region, statics, variants, kernel, context: Context, k=K, name="any 
         for t in variants:
             got = jax.jit(functools.partial(kernel, t=t, **statics))(*here)
             total = total + compare(got, whole, f"{t} ")
+        tall = jax.device_put(np.tile(x, (TURNS, 1)), device("sm90"))  # on a grid of fewer blocks than SMs
+        got = np.asarray(jax.jit(functools.partial(kernel, t=NARROW, **statics))(tall, here[1]))
+        total = total + compare(got, np.tile(whole, (TURNS, 1)), "several turns of a block ")
     # control: one reassociation, by the other region: K in twice as many chains, or in half as many
     more = context.execute(row, (x, weight), {"leaves": 2 if region is column else LEAVES // 2})[0]
     caught = compare(more, whole).differing > 0

@@ -140,7 +140,8 @@ def launch(
 ) -> Callable[..., Any]:
     """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch).
 
-    even: only as many blocks as the last wave leaves busy: no later, and with more power for each (1 to 2% measured).
+    even: the fewest blocks that need no more turns than one on every SM: as fast by count, and each has more power and
+    bandwidth (0.5 to 2% measured on an H200 where products bind).
     """
     places = SMS // t.blocks
     blocks = -(-items // -(-items // places)) if even else min(items, places)

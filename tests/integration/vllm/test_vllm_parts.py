@@ -110,7 +110,9 @@ def common(padded: int | None = None, requests: int | None = None):
 @pytest.mark.parametrize(("padded", "requests"), [(None, None), (32, 8), (32, 5)])
 def test_step_buffers_hold_what_the_reference_packs(padded, requests):
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
-    step.fill(prompt(128))
+    earlier = step.fill(prompt(128))
+    for x in (earlier.cu_q, earlier.lens, earlier.work, earlier.table):
+        x.fill_(7)  # whatever it held
     metadata, plain = common(padded, requests)
     a = step.fill(metadata)
     n = sum(QUERY)
