@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from isojax.errors import IsoError
 
 SECONDS = 1800
+PATIENCE = 60  # s, for an orderly end
 TAIL = 15  # lines of a log
 
 
@@ -24,5 +29,69 @@ def run(name: str, module: list[Any], log: Path, **environment: str) -> None:
         except subprocess.TimeoutExpired:
             code, how = -1, f"was ended after {SECONDS} s"
     if code:
-        end = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-        raise IsoError(f"{name} {how}; its log {log} ends:\n{end}")
+        raise failed(name, how, log)
+
+
+def failed(name: str, how: str, log: Path) -> IsoError:
+    """What to raise, with the end of the log."""
+    end = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
+    return IsoError(f"{name} {how}; its log {log} ends:\n{end}")
+
+
+class Asked:
+    """`python -m MODULE ARGUMENTS... FD`: asked by JSON lines on its standard input, it answers by lines on FD.
+
+    What it says otherwise goes to `log`. Leaving the `with` block ends it.
+    """
+
+    def __init__(self, name: str, module: list[Any], log: Path, **environment: str):
+        self.name, self.log = name, log
+        ours, theirs = os.pipe()
+        command = [sys.executable, "-m", *map(str, module), str(theirs)]
+        with log.open("wb") as f:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=f, stderr=f, pass_fds=(theirs,), env=os.environ | environment
+            )
+        os.close(theirs)
+        self._answers = os.fdopen(ours)
+
+    def ask(self, *question: Any) -> Any:
+        """The answer to one question. Raises: as `answer`."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(question).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # it has ended, and `answer` says so
+        return self.answer()
+
+    def answer(self) -> Any:
+        """The next line that it answers. Raises IsoError with the log's end where it ends or takes SECONDS instead."""
+        begun = time.monotonic()
+        while not select.select([self._answers], [], [], min(1.0, SECONDS))[0]:
+            # a process that it has started may hold the descriptor open, so its end is asked for
+            if self._process.poll() is not None:
+                break
+            if time.monotonic() - begun > SECONDS:
+                self._process.kill()
+                raise failed(self.name, f"was ended after {SECONDS} s", self.log)
+        else:
+            if line := self._answers.readline():
+                return json.loads(line)
+        raise failed(self.name, f"ended with code {self._process.wait()}", self.log)
+
+    def __enter__(self) -> Asked:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except BrokenPipeError:
+            pass
+        try:
+            self._process.wait(PATIENCE if why is None else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._answers.close()

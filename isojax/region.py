@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import ShapedArray
 
 from isojax import _jax_internals as internals
 from isojax.errors import IsoError, RegionError, Unsupported
@@ -87,7 +88,7 @@ class Region:
         self.operands = tuple(p.name for p in params if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.variadic = any(p.kind is p.VAR_POSITIONAL for p in params)
         self.statics = tuple(p.name for p in params if p.kind is p.KEYWORD_ONLY)
-        self.ranks = {n: _rank(str(self.signature.parameters[n].annotation)) for n in self.operands}
+        self.axes = {n: _axes(str(self.signature.parameters[n].annotation)) for n in self.operands}
         unknown = set(rows) - set(self.operands)
         if unknown:
             raise RegionError(f"region {name}: rows {sorted(unknown)} are no operands; operands are {self.operands}")
@@ -96,6 +97,7 @@ class Region:
         self.rows = tuple(rows)
         self.impl: dict[str, Implementation] = {}
         self.backward: Callable[..., tuple[Any, ...]] | None = None
+        self.shape_rule: Callable[..., Sequence[Any]] | None = None
         self.canonical: Callable[[], list[Call]] | None = None
         self.cases: Callable[..., Any] | None = None
         self.bench: Callable[..., Any] | None = None
@@ -123,6 +125,15 @@ class Region:
         """
         self.backward = fn
         self._callable.cache_clear()
+        return fn
+
+    def shapes(self, fn: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+        """Set the outputs' shapes: `fn(*avals, **statics)`, an aval None where it is absent -> a ShapeDtypeStruct each.
+
+        Without it the reference is traced for every new shape, which takes tens of milliseconds: an engine traces its
+        model for dozens of row counts at each start.
+        """
+        self.shape_rule = fn
         return fn
 
     def canonical_calls(self, fn: Callable[[], list[Call]]) -> Callable[[], list[Call]]:
@@ -164,21 +175,30 @@ class Region:
                 raise RegionError(f"region {self.name}{self.signature}: {e}") from None
             bound.apply_defaults()
             args, statics = bound.args, dict(bound.kwargs)
-            self._check_ranks(args)
+            self._check_axes(args)
             absent = tuple(i for i, a in enumerate(args) if a is None)
             args = tuple(a for a in args if a is not None)
         if absent:
             statics["_absent"] = absent
         return args, statics
 
-    def _check_ranks(self, args: Sequence[Any]) -> None:
-        for name, a in zip(self.operands, args, strict=False):
-            want = self.ranks[name]
-            if want is not None and a is not None and len(a.shape) != want:
-                shape = self.signature.parameters[name].annotation
+    def _check_axes(self, args: Sequence[Any]) -> None:
+        sizes: dict[str, tuple[int, str]] = {}
+        for name, x in zip(self.operands, args, strict=False):
+            axes, shape = self.axes[name], self.signature.parameters[name].annotation
+            if axes is None or x is None:
+                continue
+            if len(x.shape) != len(axes):
                 raise RegionError(
-                    f"region {self.name}: operand {name} has shape {tuple(a.shape)}; it takes {want} axes, {shape}"
+                    f"region {self.name}: operand {name} has shape {tuple(x.shape)}; it takes {len(axes)} axes, {shape}"
                 )
+            for axis, size in zip(axes, x.shape, strict=True):
+                if axis.isidentifier() and sizes.setdefault(axis, (size, name))[0] != size:
+                    other, first = sizes[axis]
+                    raise RegionError(
+                        f"region {self.name}: operand {name} has shape {tuple(x.shape)}; it takes {shape}, and {axis} "
+                        f"is {other} in {first}"
+                    )
 
     def expand(self, args: Sequence[Any], statics: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Undo `bind`: absent operands come back as None."""
@@ -232,6 +252,13 @@ class Region:
 
     @functools.cache  # noqa: B019  regions live as long as the process
     def _shapes(self, avals: tuple[Any, ...], statics: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
+        if self.shape_rule is not None and all(a.sharding.mesh.empty for a in avals):
+            full, kw = self.expand(avals, dict(statics))
+            return tuple(ShapedArray(o.shape, o.dtype) for o in self.shape_rule(*full, **kw))
+        return self.traced_shapes(avals, statics)
+
+    def traced_shapes(self, avals: Sequence[Any], statics: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
+        """Shapes and dtypes of all outputs, as the reference has them."""
         run = functools.partial(self._run, "cpu", **dict(statics))
         return tuple(jax.make_jaxpr(run)(*avals).out_avals)
 
@@ -269,10 +296,10 @@ class Region:
         return f"<region {self.name} v{self.version}: {', '.join(sorted(self.impl)) or 'empty'}>"
 
 
-def _rank(annotation: str) -> int | None:
-    """Axes that a jaxtyping annotation names, or None where it leaves them open."""
+def _axes(annotation: str) -> tuple[str, ...] | None:
+    """The axes that a jaxtyping annotation names, or None where it leaves them open."""
     found = re.search(r"""Array, ['"]([^'"]*)['"]""", annotation)
-    return None if found is None or "..." in found.group(1) else len(found.group(1).split())
+    return None if found is None or "..." in found.group(1) else tuple(found.group(1).split())
 
 
 def region(

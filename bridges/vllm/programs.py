@@ -42,6 +42,7 @@ class Programs:
         self.head = params["embed" if config.tied else "head"]
         self._compiled: dict[Any, Compiled] = {}
         self._ones: dict[int, torch.Tensor] = {}
+        self._room: dict[tuple[int, int], torch.Tensor] = {}  # of `_padded`
 
     # -- hidden states ----------------------------------------------------------------------------------------------
     def trace_hidden(self, a: Arrays, cache: Sequence[int]) -> program.Program:
@@ -88,7 +89,23 @@ class Programs:
         n = len(x)
         t = batches.bucket(n, self.arch)
         run = self._get((name, t), lambda: self._trace_head(name, t))
-        return run(_padded(x, t), other)[0][:n]
+        return run(self._padded(x, t), other)[0][:n]
+
+    def _padded(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        """x with `rows` rows: those that follow it in its own memory where there are enough, else in a kept buffer.
+
+        Rows are independent, so whatever numbers lie in the padding change nothing.
+        """
+        if len(x) == rows:
+            return x
+        room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+        if x.is_contiguous() and room >= rows * x.shape[1]:
+            return x.as_strided((rows, x.shape[1]), x.stride())
+        key = rows, x.shape[1]
+        if key not in self._room:
+            self._room[key] = torch.zeros(key, dtype=x.dtype, device=x.device)
+        self._room[key][: len(x)] = x
+        return self._room[key]
 
     # -- compiling --------------------------------------------------------------------------------------------------
     def prepare(self, steps: Iterable[tuple[int, bool]], sampled: int, cache: Sequence[int]) -> None:
@@ -122,16 +139,3 @@ class Programs:
         one = [1, 16, self.config.kv_heads, 2 * self.config.head_dim]
         used = set(self.trace_hidden(self.step.arrays(1), one).regions())
         return sorted(used | {"head.logits", "head.logprob_rows"})
-
-
-def _padded(x: torch.Tensor, rows: int) -> torch.Tensor:
-    """x with `rows` rows: those that follow it in its own memory where there are enough, else zeros.
-
-    Rows are independent, so whatever numbers lie in the padding change nothing.
-    """
-    if len(x) == rows:
-        return x
-    room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
-    if x.is_contiguous() and room >= rows * x.shape[1]:
-        return x.as_strided((rows, x.shape[1]), x.stride())
-    return torch.nn.functional.pad(x, (0, 0, 0, rows - len(x)))

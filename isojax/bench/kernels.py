@@ -104,6 +104,7 @@ def run(
             if lost or job not in loaded:
                 rows.append(_row(region, case, errors.get(job) or lost))
             else:
+                torch.cuda.empty_cache()  # operands get memory of their own, as weights do
                 rows.append(_measured(region, case, loaded.pop(job), watch, *measured))
                 if POISON in rows[-1].error:
                     lost = f"not run: the GPU is lost to this process since {rows[-1].name}; run this case again alone"

@@ -49,7 +49,7 @@ class Section:
         return f"ratio to {' or '.join(sorted(peers))}" if self.kind == "ratio" and peers else self.kind
 
     def value(self, row: Row) -> float | None:
-        return row.ratio if self.kind == "ratio" else row.bandwidth
+        return row.ratio if self.kind == "ratio" else row.of_copy
 
 
 def axis_of(row: Row) -> str:

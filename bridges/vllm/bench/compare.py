@@ -1,22 +1,30 @@
-"""Both engines one after the other, each in a process of its own, and the table of their ratios."""
+"""Both engines on one GPU, each in a process of its own and timed in turns, and the table of their ratios.
+
+Small steps hang on the host, whose speed drifts within minutes: in turns it is as fast for the one as for the other.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from bridges import process
 from bridges.bars import verdict
 from bridges.vllm.bench.workload import Workload, checkpoint
-from isojax.errors import InputError
+from isojax.errors import InputError, IsoError
 
 SIDES = ("stock", "isojax")
 BAR = 1.05  # our time, or memory, over stock's
 START_BARS = {"cold": 90, "warm": 10}  # s, of compiling all kernels
+TURNS = 3, 9  # of a kind of step, at least and at most
+ENOUGH_S = 4.0  # of it, for each engine
 
 
 def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[str, ...] = SIDES) -> dict[str, Any]:
@@ -36,12 +44,21 @@ def _run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[
     work.save(folder / "workload.json")
     found: dict[str, Any] = {}
     for side in sides:
-        say(side)
-        out = folder / f"{side}.json"
-        out.unlink(missing_ok=True)  # a side that fails must not leave an older run's figures behind
-        module = ["bridges.vllm.bench.side", side, folder / "workload.json", model, out]
-        process.run(side, module, folder / f"{side}.log")
-        found[side] = json.loads(out.read_text())
+        (folder / f"{side}.json").unlink(missing_ok=True)  # a run that fails must not leave an older one's figures
+    with ExitStack() as running:
+        engines: dict[str, process.Asked] = {}
+        for side in sides:
+            say(f"start of {side}")
+            module = ["bridges.vllm.bench.side", side, folder / "workload.json", model]
+            engines[side] = running.enter_context(process.Asked(side, module, folder / f"{side}.log"))
+            found[side] = engines[side].answer()
+        measured = measure(engines, work, say)
+        for side in sides:
+            found[side] |= measured[side]
+        if work.check and "isojax" in engines:
+            found["isojax"] |= engines["isojax"].ask("sample")
+    for side in sides:
+        (folder / f"{side}.json").write_text(json.dumps(found[side]))
     if work.check and "isojax" in found:
         say("comparing bits")
         out = folder / "check.json"
@@ -50,6 +67,45 @@ def _run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[
         found["check"] = json.loads(out.read_text())
         found["isojax"].pop("sample")
     return found
+
+
+def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], None]) -> dict[str, dict[str, Any]]:
+    """Of each side: 'steps', a row for each pair of the workload, and 'batch' where it has requests."""
+    found: dict[str, dict[str, Any]] = {side: dict(steps=[]) for side in engines}
+    for count, length in work.steps:
+        say(f"{count} x {length}")
+        for engine in engines.values():
+            engine.ask("warm_up", count, length)
+        taken: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
+        begun = time.perf_counter()
+        for turn in range(TURNS[1]):
+            if turn >= TURNS[0] and time.perf_counter() - begun > ENOUGH_S * len(engines):
+                break
+            for side in list(engines)[:: 1 if turn % 2 else -1]:
+                taken[side].append(engines[side].ask("step", count, length, turn))
+        for side, turns in taken.items():
+            found[side]["steps"].append(_step(count, length, turns))
+    if work.requests:
+        say(f"{work.requests} requests")
+        took = [{side: engine.ask("batch", salt) for side, engine in engines.items()} for salt in range(2)]
+        tokens = sum(work.batch(0)[1])
+        for side in engines:
+            s = min(t[side] for t in took)
+            batch = dict(requests=work.requests, tokens=tokens, s=round(s, 3), tokens_per_s=round(tokens / s))
+            found[side]["batch"] = batch
+    return found
+
+
+def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
+    """ms of the prompts with their first token, and of a decode step: medians with quartile spreads."""
+    row: dict[str, Any] = dict(sequences=count, prompt=length, repeats=len(turns))
+    decode = [s for t in turns for s in t["decode"]]
+    if not decode:
+        raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
+    for what, taken in (("prefill", [t["prefill"] for t in turns]), ("step", decode)):
+        low, middle, high = np.percentile(np.array(taken) * 1e3, (25, 50, 75))
+        row |= {f"{what}_ms": round(float(middle), 4), f"{what}_spread": round(float((high - low) / middle), 3)}
+    return row
 
 
 @contextmanager

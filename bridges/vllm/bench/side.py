@@ -1,7 +1,8 @@
-"""One engine, in a process of its own: `python -m bridges.vllm.bench.side SIDE WORKLOAD CHECKPOINT OUT`.
+"""One engine, in a process of its own: `python -m bridges.vllm.bench.side SIDE WORKLOAD CHECKPOINT FD`.
 
 SIDE is `stock` (vLLM's own model, runner, compilation and graphs, by its own defaults) or `isojax`. Both sample at
-temperature 1 and return the log-probability of each sampled token, as a rollout does.
+temperature 1 and return the log-probability of each sampled token, as a rollout does. It answers on the descriptor FD,
+a JSON line each: first what its start was like, then each question that comes on standard input (`Engine`).
 """
 
 from __future__ import annotations
@@ -10,17 +11,11 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from bridges.vllm.bench import steps
 from bridges.vllm.bench.workload import CHECKED, CHECKED_NEW, SEQUENCES, Workload
-
-REPEATS = 3, 9  # calls, at least and at most
-ENOUGH_S = 4.0  # of one kind of step
 
 
 def device(worker: Any) -> str:
@@ -91,59 +86,46 @@ def start(side: str, work: Workload, model: Path) -> tuple[Any, dict[str, Any]]:
     return llm, out
 
 
-def measure(llm: Any, work: Workload, sample: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """Plain numbers: step rows, tokens/s, and with `sample` rows for the comparison of bits."""
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
+class Engine:
+    """What a side can be asked: the name of a method, and its arguments. Answers are plain values."""
 
-    out: dict[str, Any] = {}
+    def __init__(self, llm: Any, work: Workload):
+        self.llm, self.work = llm, work
 
-    def seconds(prompts: list[list[int]], new: int | list[int]) -> float:
+    def warm_up(self, count: int, length: int) -> float:
+        """Seconds of a few steps that nobody counts."""
+        return self._seconds(self.work.prompts(count, length, 0), 4)
+
+    def step(self, count: int, length: int, turn: int) -> dict[str, Any]:
+        """prefill: seconds of the prompts with their first token. decode: of a decode step, several."""
+        first = self._seconds(self.work.prompts(count, length, 2 * turn + 1), 1)
+        self.llm.collective_rpc(steps.watch)
+        self._seconds(self.work.prompts(count, length, 2 * turn + 2), 1 + self.work.decode)
+        return dict(prefill=first, decode=steps.periods(self.llm.collective_rpc(steps.seen)[0], count))
+
+    def batch(self, salt: int) -> float:
+        """Seconds of the continuous batch."""
+        return self._seconds(*self.work.batch(salt))
+
+    def sample(self) -> dict[str, Any]:
+        """Rows for the comparison of bits, and how many steps ran without a graph."""
+        return dict(sample=_sample(self.llm, self.work), counts=self.llm.collective_rpc("iso_counts")[0])
+
+    def _seconds(self, prompts: list[list[int]], new: int | list[int]) -> float:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
         many = new if isinstance(new, list) else [new] * len(prompts)
         params = [
             SamplingParams(temperature=1.0, max_tokens=n, logprobs=0, ignore_eos=True, detokenize=False) for n in many
         ]
         begin = time.perf_counter()
-        outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
+        outs = self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)
         took = time.perf_counter() - begin
         got = sum(len(o.outputs[0].token_ids) for o in outs)
         if got != sum(many):
             raise RuntimeError(f"{got} tokens came back, {sum(many)} were asked for")
         return took
-
-    out["steps"] = []
-    for count, length in work.steps:
-        out["steps"].append(_timed(llm, work, count, length, seconds))
-        say(str(out["steps"][-1]))
-    if work.requests:
-        new = work.batch(0)[1]
-        took = min(seconds(*work.batch(salt)) for salt in range(2))
-        out["batch"] = dict(requests=len(new), tokens=sum(new), s=round(took, 3), tokens_per_s=round(sum(new) / took))
-        say(str(out["batch"]))
-    if sample and work.check:
-        out["sample"] = _sample(llm, work)
-        out["counts"] = llm.collective_rpc("iso_counts")[0]
-    return out
-
-
-def _timed(llm: Any, work: Workload, count: int, length: int, seconds: Callable[..., float]) -> dict[str, Any]:
-    """A step row: ms of the prompts with their first token, and of a decode step, medians with quartile spreads."""
-    seconds(work.prompts(count, length, 0), 4)  # warm-up
-    first, decode, begun = [], [], time.perf_counter()
-    for i in range(REPEATS[1]):
-        if i >= REPEATS[0] and time.perf_counter() - begun > ENOUGH_S:
-            break
-        first.append(seconds(work.prompts(count, length, 2 * i + 1), 1))
-        llm.collective_rpc(steps.watch)
-        seconds(work.prompts(count, length, 2 * i + 2), 1 + work.decode)
-        decode += steps.periods(llm.collective_rpc(steps.seen)[0], count)
-    if not decode:
-        raise RuntimeError(f"no two steps in a row ran {count} sequences; raise --decode")
-    row: dict[str, Any] = dict(sequences=count, prompt=length, repeats=len(first))
-    for what, taken in (("prefill", first), ("step", decode)):
-        low, middle, high = np.percentile(np.array(taken) * 1e3, (25, 50, 75))
-        row |= {f"{what}_ms": round(float(middle), 4), f"{what}_spread": round(float((high - low) / middle), 3)}
-    return row
 
 
 def _sample(llm: Any, work: Workload) -> dict[str, Any]:
@@ -168,17 +150,21 @@ def _sample(llm: Any, work: Workload) -> dict[str, Any]:
     )
 
 
-def main(side: str, workload: str, model: str, out: str) -> int:
-    say = lambda text: print(f"{side}: {text}", file=sys.stderr, flush=True)
+def main(side: str, workload: str, model: str, descriptor: str) -> int:
     work = Workload.load(Path(workload))
-    llm, found = start(side, work, Path(model))
-    say(str(found))
-    found |= measure(llm, work, side == "isojax", say)
-    Path(out).write_text(json.dumps(found))
+    with os.fdopen(int(descriptor), "w") as answers:
+        os.set_inheritable(answers.fileno(), False)
+        answer = lambda x: print(json.dumps(x), file=answers, flush=True)
+        llm, found = start(side, work, Path(model))
+        answer(found)
+        engine = Engine(llm, work)
+        for line in sys.stdin:
+            what, *args = json.loads(line)
+            answer(getattr(engine, what)(*args))
     return 0
 
 
 if __name__ == "__main__":
     code = main(*sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # vLLM's threads may hang an orderly exit; everything is on disk
+    os._exit(code)  # vLLM's threads may hang an orderly exit; everything has been answered

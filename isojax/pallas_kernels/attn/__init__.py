@@ -6,6 +6,7 @@ the same array in pages, [blocks, block, Hkv, 2 D].
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32, Int32
 
 from isojax.pallas_kernels.attn import (
@@ -141,12 +142,28 @@ def core_bwd(
     ...
 
 
+def _heads(qkv, *_, kv_heads, head_dim, **__):
+    rows, width = qkv.shape
+    heads = width // head_dim - 2 * kv_heads
+    return [
+        ShapeDtypeStruct((rows, heads, head_dim), qkv.dtype),
+        ShapeDtypeStruct((rows, kv_heads, 2 * head_dim), qkv.dtype),
+    ]
+
+
+def _attended(q, *_, **__):
+    rows, heads, head_dim = q.shape
+    return [ShapeDtypeStruct((rows, heads * head_dim), q.dtype), ShapeDtypeStruct((rows, heads), "float32")]
+
+
 prep.reference(reference.prep)
 prep.kernel("sm90", kernel_prep_sm90.prep, supports=kernel_prep_sm90.prep_supports)
 prep.vjp(vjp.prep)
+prep.shapes(_heads)
 core.reference(reference.core, supports=reference.core_supports)
 core.kernel("sm90", kernel_core_sm90.core, supports=kernel_core_sm90.supports)
 core.vjp(vjp.core)
+core.shapes(_attended)
 prep_bwd.reference(reference.prep_bwd)
 prep_bwd.kernel("sm90", kernel_prep_bwd_sm90.prep_bwd, supports=kernel_prep_bwd_sm90.prep_bwd_supports)
 prep_bwd.outputs = 4

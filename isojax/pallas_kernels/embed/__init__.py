@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32, Int32
 
 from isojax.pallas_kernels.embed import kernel_bwd_sm90, kernel_sm90, reference, vjp
@@ -31,5 +32,6 @@ def lookup_bwd(
 lookup.reference(reference.lookup)
 lookup.kernel("sm90", kernel_sm90.lookup, supports=kernel_sm90.lookup_supports)
 lookup.vjp(vjp.lookup)
+lookup.shapes(lambda table, tokens: [ShapeDtypeStruct((tokens.shape[0], table.shape[1]), table.dtype)])
 lookup_bwd.reference(reference.lookup_bwd)
 lookup_bwd.kernel("sm90", kernel_bwd_sm90.lookup_bwd, supports=kernel_bwd_sm90.lookup_bwd_supports)

@@ -9,6 +9,7 @@ leaf's maximum; cpu: rescaled whenever a tile raises it); a balanced tree over t
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32, Int32
 
 from isojax.pallas_kernels.head import kernel_bwd_sm90, kernel_rows_sm90, kernel_sm90, reference, vjp
@@ -77,10 +78,16 @@ def logprob_bwd(
     ...
 
 
+def _float32(*shape):
+    return ShapeDtypeStruct(shape, "float32")
+
+
 logits.reference(reference.logits)
 logits.kernel("sm90", kernel_sm90.logits, supports=kernel_sm90.logits_supports)
+logits.shapes(lambda hidden, weight: [_float32(hidden.shape[0], weight.shape[0])])
 logprob_rows.reference(reference.logprob_rows)
 logprob_rows.kernel("sm90", kernel_rows_sm90.logprob_rows, supports=kernel_rows_sm90.logprob_rows_supports)
+logprob_rows.shapes(lambda logits, inv_temperature: [_float32(*logits.shape), _float32(logits.shape[0])])
 logprob.reference(reference.logprob)
 logprob.kernel("sm90", kernel_sm90.logprob, supports=kernel_sm90.logprob_supports)
 logprob.vjp(vjp.logprob)

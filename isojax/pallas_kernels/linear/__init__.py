@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32
 
 from isojax.pallas_kernels.linear import kernel_grad_sm90, kernel_sm90, reference, vjp
@@ -61,12 +62,18 @@ def wgrad(
     ...
 
 
+def _product(x, weight):
+    return ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
+
+
 column.reference(reference.column)
 column.kernel("sm90", kernel_sm90.column, supports=kernel_sm90.column_supports)
 column.vjp(vjp.linear)
+column.shapes(lambda x, weight: [_product(x, weight)])
 row.reference(reference.row, supports=reference.row_supports)
 row.kernel("sm90", kernel_sm90.row, supports=kernel_sm90.row_supports)
 row.vjp(vjp.row)
+row.shapes(lambda x, weight, *, leaves: [_product(x, weight)])
 dgrad.reference(reference.dgrad)
 dgrad.kernel("sm90", kernel_grad_sm90.dgrad, supports=kernel_grad_sm90.dgrad_supports)
 wgrad.reference(reference.wgrad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float
 
 from isojax.pallas_kernels.mlp import kernel_bwd_sm90, kernel_sm90, reference, vjp
@@ -23,5 +24,6 @@ def swiglu_bwd(gate_up: Float[Array, "T 2F"], ct: Float[Array, "T F"]) -> Float[
 swiglu.reference(reference.swiglu)
 swiglu.kernel("sm90", kernel_sm90.swiglu, supports=kernel_sm90.swiglu_supports)
 swiglu.vjp(vjp.swiglu)
+swiglu.shapes(lambda x: [ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), x.dtype)])
 swiglu_bwd.reference(reference.swiglu_bwd)
 swiglu_bwd.kernel("sm90", kernel_bwd_sm90.swiglu_bwd, supports=kernel_bwd_sm90.swiglu_bwd_supports)

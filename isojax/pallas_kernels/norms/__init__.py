@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jax import ShapeDtypeStruct
 from jaxtyping import Array, Float, Float32
 
 from isojax.pallas_kernels.norms import kernel_bwd_sm90, kernel_sm90, reference, vjp
@@ -62,12 +63,18 @@ def add_rms_bwd(
     ...
 
 
+def _per_row(x):
+    return ShapeDtypeStruct(x.shape[:1], "float32")
+
+
 rms.reference(reference.rms)
 rms.kernel("sm90", kernel_sm90.rms, supports=kernel_sm90.rms_supports)
 rms.vjp(vjp.rms)
+rms.shapes(lambda x, weight, **_: [x, _per_row(x)])
 add_rms.reference(reference.add_rms)
 add_rms.kernel("sm90", kernel_sm90.add_rms, supports=kernel_sm90.add_rms_supports)
 add_rms.vjp(vjp.add_rms)
+add_rms.shapes(lambda x, delta, weight, **_: [x, x, _per_row(x)])
 rms_bwd.reference(reference.rms_bwd)
 rms_bwd.kernel("sm90", kernel_bwd_sm90.rms_bwd, supports=kernel_bwd_sm90.rms_bwd_supports)
 add_rms_bwd.reference(reference.add_rms_bwd)

@@ -47,6 +47,7 @@ def test_a_workload_is_the_same_in_every_process(tmp_path):
         (Workload("tiny", check=5), "give 0 to 4"),
         (Workload("tiny", layers=3), "3 layers"),
         (Workload("tiny", utilization=0.0), "share of 0.0"),
+        (Workload("tiny", utilization=0.6), "two engines"),
     ],
 )
 def test_a_workload_that_measures_nothing_is_refused(work, why):
@@ -74,6 +75,75 @@ def test_a_decode_step_lasts_until_the_next_one_begins(monkeypatch):
     assert steps.periods(begun, 4) == [1.0]  # fewer steps than a window: one of them all
     assert steps.periods(begun, 5) == [] and steps.periods([], 4) == []
     assert steps.periods([(0.0, 1), (1.0, 1), (3.0, 1)], 1) == [2.0]  # the first one was the prompt
+
+
+class _Engine:
+    """A side whose steps all take `factor` times what the host's drift makes of them."""
+
+    def __init__(self, name: str, factor: float, asked: list):
+        self.name, self.factor, self.asked = name, factor, asked
+
+    def ask(self, what: str, *args: int) -> object:
+        self.asked.append((self.name, what))
+        drift = 1 + len(self.asked) / 100
+        s = self.factor * drift
+        return dict(prefill=s, decode=[s, s]) if what == "step" else s
+
+
+def test_engines_are_timed_in_turns_so_that_a_drift_of_the_host_cancels():
+    asked: list = []
+    engines = {"stock": _Engine("stock", 2.0, asked), "isojax": _Engine("isojax", 1.0, asked)}
+    work = Workload("tiny", steps=((1, 8), (4, 8)), requests=3)
+    found = compare.measure(engines, work, lambda _: None)
+    turns = [name for name, what in asked if what == "step"]
+    assert len(turns) == 2 * 2 * compare.TURNS[1]
+    assert all({a, b} == {"stock", "isojax"} for a, b in zip(turns[::2], turns[1::2], strict=True))
+    assert turns[:4] == ["isojax", "stock", "stock", "isojax"]  # and neither always comes first
+    for stock, ours in zip(found["stock"]["steps"], found["isojax"]["steps"], strict=True):
+        assert stock["repeats"] == compare.TURNS[1] and (stock["sequences"], stock["prompt"]) in work.steps
+        assert ours["step_ms"] / stock["step_ms"] == pytest.approx(0.5, abs=0.01)
+        assert ours["prefill_ms"] / stock["prefill_ms"] == pytest.approx(0.5, abs=0.01)
+    assert found["isojax"]["batch"]["tokens"] == sum(work.batch(0)[1])
+
+
+def test_a_kind_of_step_that_never_ran_is_no_row():
+    engines = {"stock": SimpleNamespace(ask=lambda *_: dict(prefill=1.0, decode=[]))}
+    with pytest.raises(IsoError, match="no two steps in a row ran 4 sequences"):
+        compare.measure(engines, Workload("tiny", steps=((4, 8),)), lambda _: None)
+
+
+SIDE = """
+import json, os, sys
+answers = os.fdopen(int(sys.argv[-1]), "w")
+say = lambda x: print(json.dumps(x), file=answers, flush=True)
+print("in the log")
+say(dict(side=sys.argv[1]))
+for line in sys.stdin:
+    what, *args = json.loads(line)
+    if what == "end":
+        sys.exit("it broke")
+    say([what, sum(args)])
+"""
+
+
+def test_a_side_answers_questions_until_it_is_left(tmp_path, monkeypatch):
+    (tmp_path / "toyside.py").write_text(SIDE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:
+        assert side.answer() == dict(side="isojax")
+        assert side.ask("add", 1, 2) == ["add", 3]
+    assert side._process.returncode == 0 and "in the log" in (tmp_path / "log").read_text()
+    with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:
+        side.answer()
+        with pytest.raises(IsoError, match="(?s)ours ended with code 1.*it broke"):
+            side.ask("end")
+        with pytest.raises(IsoError, match="ours ended with code 1"):
+            side.ask("add", 1)
+    monkeypatch.setattr(process, "SECONDS", 0.1)
+    with pytest.raises(IsoError, match=r"ours was ended after 0.1 s"):
+        with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:
+            side.answer()
+            side.answer()  # to a question that nobody asked
 
 
 def side(name: str, step: float, tokens: float) -> dict:
