@@ -16,7 +16,7 @@ import torch
 from isojax import batch as batches
 from isojax.pallas_kernels.attn import work
 
-STAGES = 4  # host copies of the control words in flight: more than the steps that vLLM runs ahead of the GPU
+HALF = 4  # host copies of the control words in half of their ring: more than the steps that vLLM runs ahead of the GPU
 ALIGN = 4  # int32 words: a kernel's operand starts at a multiple of 16 bytes
 
 
@@ -56,6 +56,7 @@ class Step:
         self._views: dict[tuple[int, int], Arrays] = {}
         self._ones: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of `_one_row_each`
         self._rows = 0  # from here on positions and slots are zero
+        self._last: tuple[Any, tuple[torch.Tensor, ...]] = None, ()  # of `_live`
 
     def requests(self, rows: int) -> int:
         """Requests that a bucket of `rows` rows has room for."""
@@ -78,13 +79,14 @@ class Step:
         n, r = common.num_actual_tokens, common.num_reqs
         dirty, self._rows = self._rows, n
         a = self.arrays(n, common.max_query_len <= 1 if self.decode is None else self.decode)
-        a.positions[:n].copy_(common.positions[:n], non_blocking=True)
-        torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])  # vLLM marks padding rows with -1
+        width = min(self._whole.table.shape[1], common.block_table_tensor.shape[1])
+        positions, slots, table = self._live(n, r, width)
+        positions.copy_(common.positions[:n], non_blocking=True)
+        torch.maximum(common.slot_mapping[:n], self._zero, out=slots)  # vLLM marks padding rows with -1
         if n < dirty:
             self._whole.positions[n:dirty].zero_()
             self._whole.slots[n:dirty].zero_()
-        width = min(a.table.shape[1], common.block_table_tensor.shape[1])
-        a.table[:r, :width].copy_(common.block_table_tensor[:r, :width], non_blocking=True)
+        table.copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
         cu_q, lens, items = self._control.stage()
         live = int(starts[r])  # for a graph's sake vLLM adds requests without a row
@@ -99,6 +101,13 @@ class Step:
         lens[r:] = 0
         self._control.send()
         return a
+
+    def _live(self, *sizes: int) -> tuple[torch.Tensor, ...]:
+        """Of positions, slots and table what a step writes: rows, requests, width. The next step is often as large."""
+        if self._last[0] != sizes:
+            (rows, requests, width), whole = sizes, self._whole
+            self._last = sizes, (whole.positions[:rows], whole.slots[:rows], whole.table[:requests, :width])
+        return self._last[1]
 
     def _one_row_each(self, live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """cu_q, the work list, flat, and rows of each request, where the first `live` requests have one row each."""
@@ -129,19 +138,19 @@ class _Control:
         self.views = cut(self._device)
         # device="cpu": vLLM builds its model under the GPU as torch's default device
         host = lambda: torch.zeros(starts[-1], dtype=torch.int32, device="cpu", pin_memory=cuda)
-        self._hosts = [host() for _ in range(STAGES if cuda else 1)]
+        self._hosts = [host() for _ in range(2 * HALF if cuda else 1)]
         self._parts = [cut(h.numpy()) for h in self._hosts]
-        self._sent = [torch.cuda.Event() for _ in self._hosts] if cuda else []
-        self._at = 0
+        self._sent = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []  # of each half of the ring
+        self._at = -1
 
     def stage(self) -> list[np.ndarray]:
         """The next host buffer's parts, to be overwritten: its last copy has run."""
         self._at = (self._at + 1) % len(self._hosts)
-        if self._sent:
-            self._sent[self._at].synchronize()  # recorded STAGES steps ago
+        if self._sent and self._at % HALF == 0:
+            self._sent[self._at // HALF].synchronize()  # recorded HALF steps ago, after the last copy out of this half
         return self._parts[self._at]
 
     def send(self) -> None:
         self._device.copy_(self._hosts[self._at], non_blocking=True)
-        if self._sent:
-            self._sent[self._at].record()
+        if self._sent and self._at % HALF == HALF - 1:
+            self._sent[self._at // HALF].record()

@@ -127,6 +127,7 @@ def _row(region: Region, case: BenchCase, error: str = "", r: BenchResult | None
         spread=r.ours.spread,
         against=r.against,
         peer_us=r.peer_us,
+        by_rounds=r.speedup,
         peer_spread=r.peer and r.peer.spread,
         bytes_us=r.bytes_us,
         flops_us=r.flops_us,

@@ -40,9 +40,10 @@ class Machine(Frozen):
 class Row(Frozen):
     """One case. Times are medians in microseconds; a spread is the interquartile range over the median.
 
-    error: why there is no time, '' where there is one. against: the peer; peer_us: None where there is none. memory:
-    peak bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2. copy_us: of
-    a device copy of as many bytes, where a case has no flops. at: see isojax.gates.bench.
+    error: why there is no time, '' where there is one. against: the peer; peer_us: None where there is none. by_rounds:
+    the peer's time over ours, the median over the rounds in which both run once; None in older reports. memory: peak
+    bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2.
+    copy_us: of a device copy of as many bytes, where a case has no flops. at: see isojax.gates.bench.
     """
 
     region: str
@@ -54,6 +55,7 @@ class Row(Frozen):
     spread: Least | None = None
     against: str = ""
     peer_us: Positive | None = None
+    by_rounds: Positive | None = None
     peer_spread: Least | None = None
     bytes_us: Least = 0.0
     flops_us: Least = 0.0
@@ -78,8 +80,10 @@ class Row(Frozen):
     @computed_field
     @property
     def ratio(self) -> float | None:
-        """Peer time over ours: above 1 we are faster."""
-        return None if self.us is None or self.peer_us is None else self.peer_us / self.us
+        """Peer time over ours, by rounds where that is known: above 1 we are faster."""
+        if self.us is None or self.peer_us is None:
+            return None
+        return self.by_rounds or self.peer_us / self.us
 
     @computed_field
     @property

@@ -104,11 +104,13 @@ class BenchCase:
 
 
 class Timing(NamedTuple):
-    """us: median. spread: interquartile range over the median."""
+    """us: median. spread: interquartile range over the median. ratio: of what was timed in turns with it, the median
+    over the rounds of the first one's time over this one's own; clocks change between rounds, hardly within one."""
 
     us: float
     spread: float
     repeats: int
+    ratio: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -145,7 +147,8 @@ class BenchResult:
 
     @property
     def speedup(self) -> float | None:
-        return None if self.peer is None else self.peer.us / self.us
+        """The peer's time over ours, by rounds."""
+        return None if self.peer is None else 1 / self.peer.ratio
 
     @property
     def efficiency(self) -> float:
@@ -187,7 +190,7 @@ class Stopwatch:
         repeats = LONG_REPEATS if slowest > LONG_US else REPEATS
         rounds = [[self._event(fn) for fn in fns] for _ in range(repeats)]
         self.torch.cuda.synchronize(self.device)
-        return [summary([a.elapsed_time(b) * 1e3 for a, b in column]) for column in zip(*rounds, strict=True)]
+        return by_rounds([[a.elapsed_time(b) * 1e3 for a, b in pairs] for pairs in rounds])
 
     def _event(self, fn: Callable[[], Any]) -> tuple[Any, Any]:
         self.flush.amax()
@@ -208,10 +211,14 @@ class Stopwatch:
         return cuda.max_memory_allocated(self.device) - before, out
 
 
-def summary(samples: Sequence[float]) -> Timing:
-    """Median and spread of at least two samples."""
-    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
-    return Timing(middle, (high - low) / middle, len(samples))
+def by_rounds(rounds: Sequence[Sequence[float]]) -> list[Timing]:
+    """Of each of several things the timing, from at least two rounds of times in which each was timed once."""
+    out = []
+    for column in zip(*rounds, strict=True):
+        low, middle, high = statistics.quantiles(column, n=4, method="inclusive")
+        ratio = statistics.median(r[0] / own for r, own in zip(rounds, column, strict=True))
+        out.append(Timing(middle, (high - low) / middle, len(rounds), ratio))
+    return out
 
 
 def rates(torch: Any, device: Any, measure: Callable[[Callable[[], Any]], float]) -> tuple[float, float]:

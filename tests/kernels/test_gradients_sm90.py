@@ -67,7 +67,15 @@ def test_narrow_widths(tile):
 
 
 @pytest.mark.parametrize(
-    "rows,n,k", ((64, 2048, 2048), (1024, 4096, 2048), (1024, 12288, 2048), (8192, 2048, 6144), (16384, 1280, 8192))
+    "rows,n,k",
+    (
+        (64, 2048, 2048),
+        (1024, 4096, 2048),
+        (1024, 12288, 2048),
+        (1024, 8192, 1024),
+        (8192, 2048, 6144),
+        (16384, 1280, 8192),
+    ),
 )
 def test_linear_gradients_compile_without_spills(rows, n, k):
     compiles(DGRAD, (spec((rows, n)), spec((n, k))))

@@ -116,6 +116,8 @@ def tiles_of(rows: int, cols: int, depth: int) -> Tiles:
         Tiles(64, 128, k, (2, 1), snake=2 if rows <= 2048 else 8): 0.52,
         Tiles(64, 64, k, (2, 1)): 0.33,
     }
+    if rows > FEW:  # of fewer rows, fewer tiles would fetch the other operand
+        options[Tiles(64, 128, k, (1, 1))] = 0.315
     return min(options, key=lambda t: waves(rows, cols, t.rows, t.cols) * options[t])
 
 

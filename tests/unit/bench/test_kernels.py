@@ -23,10 +23,10 @@ from isojax.gates.bench import (
     Peer,
     Stopwatch,
     Timing,
+    by_rounds,
     copier,
     distance,
     measure_case,
-    summary,
 )
 from isojax.gates.shapes import MODELS, decodes, distinct, padded
 from isojax.region import lookup
@@ -117,7 +117,7 @@ class Watch:
         return 7, fn()
 
     def among(self, *fns):
-        return [Timing(10.0 * (i + 1), 0.0, 30) for i, fn in enumerate(fns) if fn() is not None]
+        return [Timing(10.0 * (i + 1), 0.0, 30, 1 / (i + 1)) for i, fn in enumerate(fns) if fn() is not None]
 
 
 CASE = BenchCase(
@@ -185,8 +185,12 @@ def test_distance():
             distance(torch, (x,), other)
 
 
-def test_summary():
-    assert summary([1.0, 2.0, 3.0, 4.0, 5.0]) == Timing(3.0, pytest.approx(2 / 3), 5)
+def test_times_by_rounds():
+    assert by_rounds([[n] for n in (1.0, 2.0, 3.0, 4.0, 5.0)]) == [Timing(3.0, pytest.approx(2 / 3), 5, 1.0)]
+    clocks = (1.0, 1.0, 1.0, 1.2, 1.2, 1.2)  # of two kinds, and a round in which they changed
+    ours, peer = by_rounds([[10 * c, 9 * c] for c in clocks] + [[10.0, 9 * 1.2]])
+    assert ours.us == 10.0 and peer.us == pytest.approx(9 * 1.2)  # medians of different clocks
+    assert peer.ratio == pytest.approx(10 / 9) and ours.ratio == 1.0
 
 
 def test_run_keeps_what_it_has_and_stops_at_a_lost_gpu(monkeypatch):
