@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ from typing import Any
 from isojax.errors import IsoError
 
 SECONDS = 1800
-PATIENCE = 60  # s, for an orderly end
+PATIENCE = 30  # s, for an orderly end
 TAIL = 15  # lines of a log
 
 
@@ -41,7 +42,7 @@ def failed(name: str, how: str, log: Path) -> IsoError:
 class Asked:
     """`python -m MODULE ARGUMENTS... FD`: asked by JSON lines on its standard input, it answers by lines on FD.
 
-    What it says otherwise goes to `log`. Leaving the `with` block ends it.
+    What it says otherwise goes to `log`. Leaving the `with` block ends it, and every process that it has started.
     """
 
     def __init__(self, name: str, module: list[Any], log: Path, **environment: str):
@@ -50,7 +51,13 @@ class Asked:
         command = [sys.executable, "-m", *map(str, module), str(theirs)]
         with log.open("wb") as f:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=f, stderr=f, pass_fds=(theirs,), env=os.environ | environment
+                command,
+                stdin=subprocess.PIPE,
+                stdout=f,
+                stderr=f,
+                pass_fds=(theirs,),
+                env=os.environ | environment,
+                start_new_session=True,  # a group of its own: an engine's core is another process, and holds the GPU
             )
         os.close(theirs)
         self._answers = os.fdopen(ours)
@@ -73,12 +80,30 @@ class Asked:
             if self._process.poll() is not None:
                 break
             if time.monotonic() - begun > SECONDS:
-                self._process.kill()
+                self._end(0)
                 raise failed(self.name, f"was ended after {SECONDS} s", self.log)
         else:
             if line := self._answers.readline():
                 return json.loads(line)
-        raise failed(self.name, f"ended with code {self._process.wait()}", self.log)
+        self._end(PATIENCE)
+        raise failed(self.name, f"ended with code {self._process.returncode}", self.log)
+
+    def _end(self, patience: float) -> None:
+        """Wait so many seconds for its end; then end what is left of its group."""
+        for after, kind in ((patience, signal.SIGTERM), (PATIENCE, signal.SIGKILL)):
+            try:
+                self._process.wait(after)
+                break
+            except subprocess.TimeoutExpired:
+                self._signal(kind)
+        self._process.wait()
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, kind: signal.Signals) -> None:
+        try:
+            os.killpg(self._process.pid, kind)
+        except ProcessLookupError:
+            pass  # all have ended
 
     def __enter__(self) -> Asked:
         return self
@@ -86,12 +111,8 @@ class Asked:
     def __exit__(self, kind: type[BaseException] | None, why: BaseException | None, at: TracebackType | None) -> None:
         assert self._process.stdin is not None
         try:
-            self._process.stdin.close()
+            self._process.stdin.close()  # nothing more is asked: it ends
         except BrokenPipeError:
             pass
-        try:
-            self._process.wait(PATIENCE if why is None else 0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._end(PATIENCE)
         self._answers.close()

@@ -131,7 +131,8 @@ class Region:
         """Set the outputs' shapes: `fn(*avals, **statics)`, an aval None where it is absent -> a ShapeDtypeStruct each.
 
         Without it the reference is traced for every new shape, which takes tens of milliseconds: an engine traces its
-        model for dozens of row counts at each start.
+        model for dozens of row counts at each start. With it, what the reference would refuse has to be refused by its
+        `supports` or by fn. Under a mesh the reference is traced all the same.
         """
         self.shape_rule = fn
         return fn
@@ -193,7 +194,8 @@ class Region:
                     f"region {self.name}: operand {name} has shape {tuple(x.shape)}; it takes {len(axes)} axes, {shape}"
                 )
             for axis, size in zip(axes, x.shape, strict=True):
-                if axis.isidentifier() and sizes.setdefault(axis, (size, name))[0] != size:
+                named = axis.isidentifier() and not axis.startswith("_")  # jaxtyping leaves the others unchecked
+                if named and sizes.setdefault(axis, (size, name))[0] != size:
                     other, first = sizes[axis]
                     raise RegionError(
                         f"region {self.name}: operand {name} has shape {tuple(x.shape)}; it takes {shape}, and {axis} "
@@ -253,6 +255,7 @@ class Region:
     @functools.cache  # noqa: B019  regions live as long as the process
     def _shapes(self, avals: tuple[Any, ...], statics: tuple[tuple[str, Any], ...]) -> tuple[Any, ...]:
         if self.shape_rule is not None and all(a.sharding.mesh.empty for a in avals):
+            self.check("cpu", avals, dict(statics))
             full, kw = self.expand(avals, dict(statics))
             return tuple(ShapedArray(o.shape, o.dtype) for o in self.shape_rule(*full, **kw))
         return self.traced_shapes(avals, statics)

@@ -76,14 +76,19 @@ def max_halves(x: jax.Array) -> jax.Array:
     return fold_halves(x, jnp.maximum, -jnp.inf)
 
 
+def check_tiles(rows: int) -> None:
+    """Raise ValueError unless `rows` is what `by_row_tiles` takes."""
+    if rows % ROW_TILE or rows == 0:
+        raise ValueError(f"{rows} rows are no positive multiple of {ROW_TILE}; pad them (padding rows change nothing)")
+
+
 def by_row_tiles[T](fn: Callable[..., T], *rows: jax.Array) -> T:
     """Apply fn to tiles of ROW_TILE rows, one after another; fn maps [16, ...] arrays to [16, ...] arrays.
 
     Raises ValueError unless the row count is a multiple of ROW_TILE: callers pad, so that no tile is special.
     """
     n = rows[0].shape[0]
-    if n % ROW_TILE or n == 0:
-        raise ValueError(f"{n} rows are no positive multiple of {ROW_TILE}; pad them (padding rows change nothing)")
+    check_tiles(n)
     tiles = tuple(r.reshape(n // ROW_TILE, ROW_TILE, *r.shape[1:]) for r in rows)
     out = jax.lax.map(lambda t: fn(*t), tiles)
     return jax.tree.map(lambda o: o.reshape(n, *o.shape[2:]), out)

@@ -42,7 +42,7 @@ class Programs:
         self.head = params["embed" if config.tied else "head"]
         self._compiled: dict[Any, Compiled] = {}
         self._ones: dict[int, torch.Tensor] = {}
-        self._room: dict[tuple[int, int], torch.Tensor] = {}  # of `_padded`
+        self._room: dict[Any, torch.Tensor] = {}  # of `_padded`
 
     # -- hidden states ----------------------------------------------------------------------------------------------
     def trace_hidden(self, a: Arrays, cache: Sequence[int]) -> program.Program:
@@ -101,9 +101,10 @@ class Programs:
         room = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
         if x.is_contiguous() and room >= rows * x.shape[1]:
             return x.as_strided((rows, x.shape[1]), x.stride())
-        key = rows, x.shape[1]
+        key = rows, x.shape[1], x.dtype
         if key not in self._room:
-            self._room[key] = torch.zeros(key, dtype=x.dtype, device=x.device)
+            with torch.inference_mode(False):  # so that it may be written outside of it too
+                self._room[key] = torch.zeros(key[:2], dtype=x.dtype, device=x.device)
         self._room[key][: len(x)] = x
         return self._room[key]
 

@@ -141,16 +141,17 @@ class _Control:
         self._hosts = [host() for _ in range(2 * HALF if cuda else 1)]
         self._parts = [cut(h.numpy()) for h in self._hosts]
         self._sent = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []  # of each half of the ring
-        self._at = -1
+        self._at = 0  # the next one
 
     def stage(self) -> list[np.ndarray]:
         """The next host buffer's parts, to be overwritten: its last copy has run."""
-        self._at = (self._at + 1) % len(self._hosts)
         if self._sent and self._at % HALF == 0:
             self._sent[self._at // HALF].synchronize()  # recorded HALF steps ago, after the last copy out of this half
         return self._parts[self._at]
 
     def send(self) -> None:
+        """On the stream that all steps run on."""
         self._device.copy_(self._hosts[self._at], non_blocking=True)
         if self._sent and self._at % HALF == HALF - 1:
             self._sent[self._at // HALF].record()
+        self._at = (self._at + 1) % len(self._hosts)

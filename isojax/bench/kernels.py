@@ -104,7 +104,6 @@ def run(
             if lost or job not in loaded:
                 rows.append(_row(region, case, errors.get(job) or lost))
             else:
-                torch.cuda.empty_cache()  # operands get memory of their own, as weights do
                 rows.append(_measured(region, case, loaded.pop(job), watch, *measured))
                 if POISON in rows[-1].error:
                     lost = f"not run: the GPU is lost to this process since {rows[-1].name}; run this case again alone"
@@ -134,12 +133,14 @@ def _row(region: Region, case: BenchCase, error: str = "", r: BenchResult | None
         memory=r.memory,
         peer_memory=r.peer_memory,
         copy_us=r.copy and r.copy.us,
+        copy_by_rounds=r.copy and 1 / r.copy.ratio,
         distance=r.distance,
     )
 
 
 def _measured(region: Region, case: BenchCase, launch: Any, watch: Stopwatch, bandwidth: float, flops: float) -> Row:
     try:
+        importlib.import_module("torch").cuda.empty_cache()  # operands get memory of their own, as weights do
         return _row(region, case, r=measure_case(region, case, launch, watch, bandwidth, flops))
     except Exception as e:  # one case must not cost the others; the row says why, and the command's exit code that
         return _row(region, case, f"{type(e).__name__}: {e}".splitlines()[0])

@@ -64,4 +64,6 @@ def svg(section: Section) -> str:
 
 
 def _unit(section: Section) -> str:
-    return section.measure if section.kind == "ratio" else "part of a copy's bandwidth"
+    return {"bandwidth": "part of a copy's bandwidth", "efficiency": "floor over ours"}.get(
+        section.kind, section.measure
+    )

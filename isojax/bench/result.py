@@ -42,8 +42,8 @@ class Row(Frozen):
 
     error: why there is no time, '' where there is one. against: the peer; peer_us: None where there is none. by_rounds:
     the peer's time over ours, the median over the rounds in which both run once; None in older reports. memory: peak
-    bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2.
-    copy_us: of a device copy of as many bytes, where a case has no flops. at: see isojax.gates.bench.
+    bytes beyond the operands, outputs included. distance: of the outputs from the peer's, relative L2. copy_us: of a
+    device copy of as many bytes, where a case has no flops; copy_by_rounds: as by_rounds. at: see isojax.gates.bench.
     """
 
     region: str
@@ -62,6 +62,7 @@ class Row(Frozen):
     memory: int | None = None
     peer_memory: int | None = None
     copy_us: Positive | None = None
+    copy_by_rounds: Positive | None = None
     distance: Least | None = None
     error: str = ""
 
@@ -95,7 +96,9 @@ class Row(Frozen):
     @property
     def of_copy(self) -> float | None:
         """Time of a copy of as many bytes over ours: 1 is as fast as a copy of this size."""
-        return None if self.us is None or self.copy_us is None else self.copy_us / self.us
+        if self.us is None or self.copy_us is None:
+            return None
+        return self.copy_by_rounds or self.copy_us / self.us
 
     @computed_field
     @property

@@ -41,6 +41,7 @@ CUTS = (
     Tiles(64, 64, 32, (2, 1)),
     Tiles(128, 64, 64, (1, 2)),
     Tiles(64, 32, 16, (1, 1)),  # blocks of 16 columns
+    Tiles(64, 128, 32, (1, 1)),
     Tiles(64, 32, 32, (2, 1), cluster=2, shared="x"),
     Tiles(64, 64, 32, (1, 1), cluster=2, shared="w"),
 )

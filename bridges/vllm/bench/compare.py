@@ -87,7 +87,9 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
             found[side]["steps"].append(_step(count, length, turns))
     if work.requests:
         say(f"{work.requests} requests")
-        took = [{side: engine.ask("batch", salt) for side, engine in engines.items()} for salt in range(2)]
+        took = [
+            {side: engines[side].ask("batch", salt) for side in list(engines)[:: 1 - 2 * salt]} for salt in range(2)
+        ]
         tokens = sum(work.batch(0)[1])
         for side in engines:
             s = min(t[side] for t in took)

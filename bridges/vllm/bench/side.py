@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,11 @@ def main(side: str, workload: str, model: str, descriptor: str) -> int:
 
 
 if __name__ == "__main__":
-    code = main(*sys.argv[1:])
+    try:
+        code = main(*sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)  # vLLM's threads may hang an orderly exit; everything has been answered

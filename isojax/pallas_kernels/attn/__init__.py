@@ -144,7 +144,7 @@ def core_bwd(
 
 def _heads(qkv, *_, kv_heads, head_dim, **__):
     rows, width = qkv.shape
-    heads = width // head_dim - 2 * kv_heads
+    heads = kv_heads * (width // (kv_heads * head_dim) - 2)
     return [
         ShapeDtypeStruct((rows, heads, head_dim), qkv.dtype),
         ShapeDtypeStruct((rows, kv_heads, 2 * head_dim), qkv.dtype),
@@ -156,7 +156,7 @@ def _attended(q, *_, **__):
     return [ShapeDtypeStruct((rows, heads * head_dim), q.dtype), ShapeDtypeStruct((rows, heads), "float32")]
 
 
-prep.reference(reference.prep)
+prep.reference(reference.prep, supports=reference.prep_supports)
 prep.kernel("sm90", kernel_prep_sm90.prep, supports=kernel_prep_sm90.prep_supports)
 prep.vjp(vjp.prep)
 prep.shapes(_heads)

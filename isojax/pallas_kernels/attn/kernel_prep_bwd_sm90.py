@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from isojax.errors import Unsupported
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Heads, f32
+from isojax.pallas_kernels.attn.reference import whole_heads
 from isojax.pallas_kernels.columns import add_chunks, partials
 from isojax.pallas_kernels.fused import fma
 from isojax.pallas_kernels.interpretable import let_next_start
@@ -28,6 +29,7 @@ MOST_TOKENS = 1 << 17  # add_chunks's sums have to fit in the shared memory of o
 
 
 def prep_bwd_supports(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, head_dim, eps, zero_centered):
+    whole_heads("attn.prep_bwd", qkv, kv_heads, head_dim)
     params = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm, "dq": dq, "dkv": dkv}
     walk.check("attn.prep_bwd", qkv, params, rope, head_dim, TILES * TOKENS)
     if qkv.shape[0] > MOST_TOKENS:

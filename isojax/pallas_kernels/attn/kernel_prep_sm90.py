@@ -9,12 +9,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Block, f32
+from isojax.pallas_kernels.attn.reference import whole_heads
 from isojax.pallas_kernels.fused import fma
 
 FEW = 512  # tokens up to which a block has one head of one tile, so that there are many
 
 
 def prep_supports(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered):
+    whole_heads("attn.prep", qkv, kv_heads, head_dim)
     params = {"bias": bias, "q_norm": q_norm, "k_norm": k_norm}
     walk.check("attn.prep", qkv, params, rope, head_dim, TOKENS)
 

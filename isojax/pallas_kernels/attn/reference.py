@@ -43,6 +43,25 @@ def _prep32(qkv, bias, q_norm, k_norm, rope, positions, kv_heads, head_dim, eps,
     return q.reshape(q.shape[0], -1, head_dim), jnp.concatenate([k, v], -1)
 
 
+def whole_heads(region, qkv, kv_heads, head_dim):
+    """Raise Unsupported unless the columns of qkv are as many query heads for each KV head, its key and its value."""
+    heads, rest = divmod(qkv.shape[1], kv_heads * head_dim)
+    if rest or heads < 3:
+        raise Unsupported(
+            region,
+            f"{qkv.shape[1]} columns with {kv_heads} KV heads of {head_dim}",
+            f"a multiple of {kv_heads * head_dim}, at least three times it",
+            "give each KV head's query heads, its key, its value",
+        )
+
+
+def prep_supports(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered):
+    whole_heads("attn.prep", qkv, kv_heads, head_dim)
+    for name, a in (("q_norm", q_norm), ("k_norm", k_norm), ("rope", rope)):
+        if a is not None and a.shape[-1] != head_dim:
+            raise Unsupported("attn.prep", f"{name} of {a.shape}", f"{head_dim} columns", "give one for each of a head")
+
+
 def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered):
     q, kv = _prep32(qkv, bias, q_norm, k_norm, rope, positions, kv_heads, head_dim, eps, zero_centered)
     return q.astype(qkv.dtype), kv.astype(qkv.dtype)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from isojax.pallas_kernels.head import kernel_bwd_sm90, kernel_rows_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.schedule import LEAVES, VOCAB_TILE
+from isojax.schedule import LEAVES, VOCAB_TILE, check_tiles
 
 _CONSTANTS = {"vocab_leaves": LEAVES, "vocab_tile": VOCAB_TILE, "temperature": "one fp32 multiply by 1/T", "base": 2}
 
@@ -79,6 +79,7 @@ def logprob_bwd(
 
 
 def _float32(*shape):
+    check_tiles(shape[0])
     return ShapeDtypeStruct(shape, "float32")
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Float32
 
 from isojax.pallas_kernels.linear import kernel_grad_sm90, kernel_sm90, reference, vjp
 from isojax.region import region
-from isojax.schedule import LEAF_QUANTUM, LEAVES
+from isojax.schedule import LEAF_QUANTUM, LEAVES, check_tiles
 
 
 @region("linear.column", version=1, rows=("x",), constants={"chain": "ascending K, one fp32 accumulator"})
@@ -63,6 +63,7 @@ def wgrad(
 
 
 def _product(x, weight):
+    check_tiles(x.shape[0])
     return ShapeDtypeStruct((x.shape[0], weight.shape[0]), x.dtype)
 
 

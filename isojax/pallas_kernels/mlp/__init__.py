@@ -21,7 +21,7 @@ def swiglu_bwd(gate_up: Float[Array, "T 2F"], ct: Float[Array, "T F"]) -> Float[
     ...
 
 
-swiglu.reference(reference.swiglu)
+swiglu.reference(reference.swiglu, supports=reference.swiglu_supports)
 swiglu.kernel("sm90", kernel_sm90.swiglu, supports=kernel_sm90.swiglu_supports)
 swiglu.vjp(vjp.swiglu)
 swiglu.shapes(lambda x: [ShapeDtypeStruct((x.shape[0], x.shape[1] // 2), x.dtype)])

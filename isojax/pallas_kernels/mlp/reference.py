@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from isojax.errors import Unsupported
 from isojax.schedule import LOG2E
 
 f32 = jnp.float32
@@ -16,6 +17,14 @@ def sigmoid(x):
 def halves(gate_up):
     f = gate_up.shape[1] // 2
     return gate_up[:, :f].astype(f32), gate_up[:, f:].astype(f32)
+
+
+def swiglu_supports(gate_up):
+    width = gate_up.shape[1]
+    if width % 2:
+        raise Unsupported(
+            "mlp.swiglu", f"{width} columns", "an even number", "put gate and up, equally wide, in one array"
+        )
 
 
 def swiglu(gate_up):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -113,7 +115,7 @@ def test_a_kind_of_step_that_never_ran_is_no_row():
 
 
 SIDE = """
-import json, os, sys
+import json, os, subprocess, sys, threading, time
 answers = os.fdopen(int(sys.argv[-1]), "w")
 say = lambda x: print(json.dumps(x), file=answers, flush=True)
 print("in the log")
@@ -122,6 +124,14 @@ for line in sys.stdin:
     what, *args = json.loads(line)
     if what == "end":
         sys.exit("it broke")
+    if what == "hang":  # as threads of a library may, when the descriptor is closed already
+        answers.close()
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        sys.exit("it hung")
+    if what == "start":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        say(child.pid)
+        continue
     say([what, sum(args)])
 """
 
@@ -139,6 +149,16 @@ def test_a_side_answers_questions_until_it_is_left(tmp_path, monkeypatch):
             side.ask("end")
         with pytest.raises(IsoError, match="ours ended with code 1"):
             side.ask("add", 1)
+    monkeypatch.setattr(process, "PATIENCE", 1)
+    with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:
+        side.answer()
+        child = side.ask("start")
+        with pytest.raises(IsoError, match="ours ended with code -15"):
+            side.ask("hang")
+    with pytest.raises(ProcessLookupError):  # what it had started has ended with it
+        for _ in range(100):
+            os.kill(child, 0)
+            time.sleep(0.05)
     monkeypatch.setattr(process, "SECONDS", 0.1)
     with pytest.raises(IsoError, match=r"ours was ended after 0.1 s"):
         with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:

@@ -10,7 +10,9 @@ import torch
 
 import contract as contracts
 from bridges.vllm import adapter, environment, supported
+from bridges.vllm import step as step_module
 from bridges.vllm.engine import buckets, engine_args, graphs
+from bridges.vllm.programs import Programs
 from bridges.vllm.step import Step
 from bridges.vllm.tap import Tap, by_request, digest
 from isojax import batch as batches
@@ -403,3 +405,57 @@ def test_plug():
     model["a"].do_not_compile = False
     with pytest.raises(Unavailable, match="enforce_eager=True"):
         plug("b", lambda module, x: x)(model)
+
+
+class _Device:
+    """Copies that have been sent, and those that are known to have run."""
+
+    copies = done = 0
+
+
+class _Event:
+    """A CUDA event that counts: `copies` ran when it was recorded."""
+
+    def __init__(self, device: _Device):
+        self.device, self.seen = device, 0
+
+    def record(self) -> None:
+        self.seen = self.device.copies
+
+    def synchronize(self) -> None:
+        self.device.done = max(self.device.done, self.seen)
+
+
+def test_a_host_buffer_is_written_again_only_after_its_copy_has_run(monkeypatch):
+    device = _Device()
+    control = step_module._Control((3, 5), torch.device("cpu"))
+    control._hosts = [torch.zeros_like(control._hosts[0]) for _ in range(2 * step_module.HALF)]
+    control._parts = [[h.numpy()[:3], h.numpy()[4:9]] for h in control._hosts]
+    control._sent = [_Event(device), _Event(device)]  # pyright: ignore
+    last: dict[int, int] = {}  # host buffer -> the copy that read it
+    for n in range(1, 50):
+        first = control.stage()[0]
+        if n % 7 == 0:  # a step that fails between the two
+            first = control.stage()[0]
+        which = next(i for i, p in enumerate(control._parts) if p[0] is first)
+        assert last.get(which, 0) <= device.done, "the copy may still run"
+        first[0] = n
+        device.copies = n  # send copies, and then may record
+        control.send()
+        assert int(control.views[0][0]) == n
+        last[which] = n
+    assert len(last) == 2 * step_module.HALF
+
+
+def test_rows_of_the_head_are_padded_in_their_own_memory_or_in_a_kept_buffer():
+    programs = Programs.__new__(Programs)
+    programs._room = {}
+    whole = torch.arange(64 * 4, dtype=torch.float32).reshape(64, 4)
+    assert programs._padded(whole, 64) is whole
+    assert programs._padded(whole[:5], 64).data_ptr() == whole.data_ptr() and not programs._room
+    with torch.inference_mode():
+        first = programs._padded(whole[:5].clone(), 64)
+    assert torch.equal(first[:5], whole[:5]) and first.shape == (64, 4)
+    second = programs._padded(whole[5:8].clone(), 64)  # also where inference mode is off
+    assert second is first and torch.equal(second[:3], whole[5:8])
+    assert programs._padded(whole[:5].bfloat16(), 64).dtype is torch.bfloat16 and len(programs._room) == 2
