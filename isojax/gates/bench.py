@@ -110,7 +110,7 @@ class Timing(NamedTuple):
     us: float
     spread: float
     repeats: int
-    ratio: float = 1.0
+    ratio: float
 
 
 @dataclass(frozen=True)

@@ -67,5 +67,6 @@ def test_peer_computes_the_same(name):
 
 
 def test_ratios():
-    result = BenchResult("x", Timing(10.0, 0.0, 30), Timing(12.0, 0.0, 30), bytes_us=8.0, flops_us=1.0)
-    assert (result.speedup, result.efficiency) == (1.2, 0.8)
+    peer = Timing(12.0, 0.0, 30, ratio=0.8)
+    result = BenchResult("x", Timing(10.0, 0.0, 30, ratio=1.0), peer, bytes_us=8.0, flops_us=1.0)
+    assert (result.speedup, result.efficiency) == (1.25, 0.8)  # by rounds, not of the medians

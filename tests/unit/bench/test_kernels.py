@@ -205,7 +205,7 @@ def test_run_keeps_what_it_has_and_stops_at_a_lost_gpu(monkeypatch):
             raise FarFromPeer("far")
         if at == 4:
             raise RuntimeError("CUDA error: an illegal memory access")
-        return BenchResult(case.name, Timing(2.0, 0.1, 30), None, 1.0, 0.5)
+        return BenchResult(case.name, Timing(2.0, 0.1, 30, 1.0), None, 1.0, 0.5)
 
     machine = Machine(gpu="x", driver="", cuda="", date="", versions={}, copy_bytes_per_us=1.0, matmul_flops_per_us=1.0)
     monkeypatch.setattr(kernels, "KEEP_EVERY", 2)
