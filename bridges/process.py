@@ -60,7 +60,7 @@ class Asked:
                 start_new_session=True,  # a group of its own: an engine's core is another process, and holds the GPU
             )
         os.close(theirs)
-        self._answers = os.fdopen(ours)
+        self._answers, self._ended = ours, False
 
     def ask(self, *question: Any) -> Any:
         """The answer to one question. Raises: as `answer`."""
@@ -74,22 +74,26 @@ class Asked:
 
     def answer(self) -> Any:
         """The next line that it answers. Raises IsoError with the log's end where it ends or takes SECONDS instead."""
-        begun = time.monotonic()
-        while not select.select([self._answers], [], [], min(1.0, SECONDS))[0]:
-            # a process that it has started may hold the descriptor open, so its end is asked for
-            if self._process.poll() is not None:
+        begun, line = time.monotonic(), b""
+        while not line.endswith(b"\n"):  # one line a question: nothing of another one follows
+            if select.select([self._answers], [], [], min(1.0, SECONDS))[0]:
+                if not (part := os.read(self._answers, 1 << 16)):
+                    break
+                line += part
+            elif self._process.poll() is not None:  # what it has started may hold the descriptor open
                 break
-            if time.monotonic() - begun > SECONDS:
+            elif time.monotonic() - begun > SECONDS:
                 self._end(0)
                 raise failed(self.name, f"was ended after {SECONDS} s", self.log)
         else:
-            if line := self._answers.readline():
-                return json.loads(line)
+            return json.loads(line)
         self._end(PATIENCE)
         raise failed(self.name, f"ended with code {self._process.returncode}", self.log)
 
     def _end(self, patience: float) -> None:
-        """Wait so many seconds for its end; then end what is left of its group."""
+        """Wait so many seconds for its end; then end what is left of its group, once: later its number is another's."""
+        if self._ended:
+            return
         for after, kind in ((patience, signal.SIGTERM), (PATIENCE, signal.SIGKILL)):
             try:
                 self._process.wait(after)
@@ -98,6 +102,7 @@ class Asked:
                 self._signal(kind)
         self._process.wait()
         self._signal(signal.SIGKILL)
+        self._ended = True
 
     def _signal(self, kind: signal.Signals) -> None:
         try:
@@ -115,4 +120,4 @@ class Asked:
         except BrokenPipeError:
             pass
         self._end(PATIENCE)
-        self._answers.close()
+        os.close(self._answers)

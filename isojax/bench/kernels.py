@@ -139,8 +139,10 @@ def _row(region: Region, case: BenchCase, error: str = "", r: BenchResult | None
 
 
 def _measured(region: Region, case: BenchCase, launch: Any, watch: Stopwatch, bandwidth: float, flops: float) -> Row:
+    import torch
+
     try:
-        importlib.import_module("torch").cuda.empty_cache()  # operands get memory of their own, as weights do
+        torch.cuda.empty_cache()  # operands get memory of their own, as weights do
         return _row(region, case, r=measure_case(region, case, launch, watch, bandwidth, flops))
     except Exception as e:  # one case must not cost the others; the row says why, and the command's exit code that
         return _row(region, case, f"{type(e).__name__}: {e}".splitlines()[0])

@@ -64,6 +64,4 @@ def svg(section: Section) -> str:
 
 
 def _unit(section: Section) -> str:
-    return {"bandwidth": "part of a copy's bandwidth", "efficiency": "floor over ours"}.get(
-        section.kind, section.measure
-    )
+    return section.measure if section.kind == "ratio" else "part of copy bandwidth"

@@ -21,7 +21,7 @@ AXES = ("M", "length", "context")  # the first that a case has is its axis
 class Section:
     """lines: label -> size -> row. model: '' where the labels name it.
 
-    kind: what is judged or, where no bar holds, shown: ratio, bandwidth (a copy's time over ours), or efficiency.
+    kind: what is judged or, where no bar holds, shown: ratio, or bandwidth.
     """
 
     region: str
@@ -49,7 +49,7 @@ class Section:
         return f"ratio to {' or '.join(sorted(peers))}" if self.kind == "ratio" and peers else self.kind
 
     def value(self, row: Row) -> float | None:
-        return {"ratio": row.ratio, "bandwidth": row.of_copy, "efficiency": row.efficiency}[self.kind]
+        return row.ratio if self.kind == "ratio" else row.bandwidth
 
 
 def axis_of(row: Row) -> str:
@@ -85,10 +85,7 @@ def _section(region: str, axis: str, model: str, rows: list[Row]) -> Section:
         line[size] = row
     held = [covering(r) for r in rows]
     bars = tuple(b for b in BARS if b in held)
-    shown = [
-        k for k, v in (("ratio", "ratio"), ("bandwidth", "of_copy")) if any(getattr(r, v) is not None for r in rows)
-    ]
-    kind = bars[0].kind if bars else next(iter(shown), "efficiency")
+    kind = bars[0].kind if bars else "ratio" if any(r.ratio is not None for r in rows) else "bandwidth"
     return Section(region, model, axis, kind, bars, tuple(sorted({r.at[axis] for r in rows})), lines)
 
 

@@ -78,17 +78,17 @@ def logprob_bwd(
     ...
 
 
-def _float32(*shape):
-    check_tiles(shape[0])
-    return ShapeDtypeStruct(shape, "float32")
+def _in_row_tiles(rows, *shape):
+    check_tiles(rows)
+    return ShapeDtypeStruct((rows, *shape), "float32")
 
 
 logits.reference(reference.logits)
 logits.kernel("sm90", kernel_sm90.logits, supports=kernel_sm90.logits_supports)
-logits.shapes(lambda hidden, weight: [_float32(hidden.shape[0], weight.shape[0])])
+logits.shapes(lambda hidden, weight: [_in_row_tiles(hidden.shape[0], weight.shape[0])])
 logprob_rows.reference(reference.logprob_rows)
 logprob_rows.kernel("sm90", kernel_rows_sm90.logprob_rows, supports=kernel_rows_sm90.logprob_rows_supports)
-logprob_rows.shapes(lambda logits, inv_temperature: [_float32(*logits.shape), _float32(logits.shape[0])])
+logprob_rows.shapes(lambda logits, inv_temperature: [_in_row_tiles(*logits.shape), _in_row_tiles(logits.shape[0])])
 logprob.reference(reference.logprob)
 logprob.kernel("sm90", kernel_sm90.logprob, supports=kernel_sm90.logprob_supports)
 logprob.vjp(vjp.logprob)
