@@ -20,13 +20,14 @@ from bridges.vllm.step import Arrays, Step
 
 @dataclass
 class IsoMetadata(AttentionMetadata):
-    """The arrays of this step; every layer gets the same object."""
+    """Of one step; every layer gets the same object. common: vLLM's CommonAttentionMetadata, for `Step.take`."""
 
     arrays: Arrays
+    common: CommonAttentionMetadata
 
 
 class IsoMetadataBuilder(AttentionMetadataBuilder[IsoMetadata]):
-    """Fills the model's step buffers once a step. ALWAYS: their addresses and shapes depend on the bucket alone."""
+    """Fills the model's step buffers, once a step. ALWAYS: their addresses and shapes depend on the bucket alone."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
 
@@ -39,7 +40,7 @@ class IsoMetadataBuilder(AttentionMetadataBuilder[IsoMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> IsoMetadata:
         del common_prefix_len, fast_build  # cascade attention would be another order of addition
-        return IsoMetadata(self.step.fill(common_attn_metadata))
+        return IsoMetadata(self.step.fill(common_attn_metadata), common_attn_metadata)
 
 
 class IsoAttentionBackend(AttentionBackend):

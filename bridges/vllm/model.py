@@ -84,7 +84,7 @@ class IsoForCausalLM(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Normalised hidden states [n, D] of the n rows that vLLM scheduled (its padding included)."""
-        del positions, kwargs  # the metadata builder has taken the positions over
+        del positions, kwargs  # the metadata has them
         if input_ids is None or inputs_embeds is not None or intermediate_tensors is not None:
             raise Unavailable("IsoForCausalLM takes token ids only")
         self.forwards += 1
@@ -105,6 +105,7 @@ class IsoForCausalLM(nn.Module):
             arrays = metadata[first.name].arrays
             if len(arrays.tokens) != batches.bucket(rows, self.arch):
                 raise ValueError(f"metadata for {len(arrays.tokens)} rows, but {rows} are run")
+            self.step.take(arrays, metadata[first.name].common)
             return arrays, [layer.kv_cache for layer in self.attention]
         return self.step.idle(rows), self._idle_caches()
 

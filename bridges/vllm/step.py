@@ -55,8 +55,6 @@ class Step:
         self._zero = torch.zeros((), dtype=torch.int64, device=device)
         self._views: dict[tuple[int, int], Arrays] = {}
         self._ones: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of `_one_row_each`
-        self._rows = 0  # from here on positions and slots are zero
-        self._last: tuple[Any, tuple[torch.Tensor, ...]] = None, ()  # of `_live`
 
     def requests(self, rows: int) -> int:
         """Requests that a bucket of `rows` rows has room for."""
@@ -72,21 +70,9 @@ class Step:
         return self._views[t, tile]
 
     def fill(self, common: Any) -> Arrays:
-        """Take over vLLM's CommonAttentionMetadata. Nothing here waits for the GPU.
-
-        Rows past the last request write into block 0, which is nobody's, and belong to no attention tile.
-        """
+        """The host's part of a step, from vLLM's CommonAttentionMetadata; `take` brings the rest. Does not wait."""
         n, r = common.num_actual_tokens, common.num_reqs
-        dirty, self._rows = self._rows, n
         a = self.arrays(n, common.max_query_len <= 1 if self.decode is None else self.decode)
-        width = min(self._whole.table.shape[1], common.block_table_tensor.shape[1])
-        positions, slots, table = self._live(n, r, width)
-        positions.copy_(common.positions[:n], non_blocking=True)
-        torch.maximum(common.slot_mapping[:n], self._zero, out=slots)  # vLLM marks padding rows with -1
-        if n < dirty:
-            self._whole.positions[n:dirty].zero_()
-            self._whole.slots[n:dirty].zero_()
-        table.copy_(common.block_table_tensor[:r, :width], non_blocking=True)
         starts = np.asarray(common.query_start_loc_cpu[: r + 1])
         cu_q, lens, items = self._control.stage()
         live = int(starts[r])  # for a graph's sake vLLM adds requests without a row
@@ -102,12 +88,19 @@ class Step:
         self._control.send()
         return a
 
-    def _live(self, *sizes: int) -> tuple[torch.Tensor, ...]:
-        """Of positions, slots and table what a step writes: rows, requests, width. The next step is often as large."""
-        if self._last[0] != sizes:
-            (rows, requests, width), whole = sizes, self._whole
-            self._last = sizes, (whole.positions[:rows], whole.slots[:rows], whole.table[:requests, :width])
-        return self._last[1]
+    def take(self, a: Arrays, common: Any) -> None:
+        """What vLLM has on the GPU, into the step's buffers: a part of the forward, so that a CUDA graph repeats it.
+
+        As vLLM's own attention kernels in a graph do, it reads tensors that never move, in which rows past the last
+        request have slot -1. Here they write into block 0, which is nobody's, and belong to no attention tile.
+        """
+        n, table = common.num_actual_tokens, common.block_table_tensor[: len(a.table), : a.table.shape[1]]
+        a.positions[:n].copy_(common.positions[:n])
+        torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])
+        if n < len(a.slots):
+            a.positions[n:].zero_()
+            a.slots[n:].zero_()
+        a.table[: len(table), : table.shape[1]].copy_(table)
 
     def _one_row_each(self, live: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """cu_q, the work list, flat, and rows of each request, where the first `live` requests have one row each."""

@@ -109,14 +109,21 @@ def common(padded: int | None = None, requests: int | None = None):
     return metadata, plain
 
 
+def filled(step: Step, metadata: SimpleNamespace):
+    """A step's arrays after both halves of what is taken over."""
+    a = step.fill(metadata)
+    step.take(a, metadata)
+    return a
+
+
 @pytest.mark.parametrize(("padded", "requests"), [(None, None), (32, 8), (32, 5)])
 def test_step_buffers_hold_what_the_reference_packs(padded, requests):
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
-    earlier = step.fill(prompt(128))
+    earlier = filled(step, prompt(128))
     for x in (earlier.cu_q, earlier.lens, earlier.work, earlier.table):
         x.fill_(7)  # whatever it held
     metadata, plain = common(padded, requests)
-    a = step.fill(metadata)
+    a = filled(step, metadata)
     n = sum(QUERY)
     assert torch.equal(a.slots, torch.from_numpy(plain.slots))
     assert torch.equal(a.positions[:n], torch.from_numpy(plain.positions[:n]))
@@ -129,14 +136,29 @@ def test_a_dummy_batch_of_vllms_stays_in_bounds():
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
     metadata, _ = common()
     metadata.seq_lens_cpu_upper_bound = torch.ones(len(QUERY), dtype=torch.int32)
-    assert step.fill(metadata).lens[: len(QUERY)].tolist() == QUERY
+    assert filled(step, metadata).lens[: len(QUERY)].tolist() == QUERY
+
+
+def test_a_replayed_graph_sees_what_vllm_has_written_since():
+    """What is captured is `take`: each replay reads vLLM's tensors, where they were, after `fill` has run."""
+    step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
+    captured, live = common(32, 8)[0], 2  # requests of one row each in the second step
+    a = filled(step, captured)
+    captured.positions[:live], captured.slot_mapping[:live] = torch.tensor([50, 60]), torch.tensor([33, 44])
+    captured.slot_mapping[live:] = -1
+    captured.block_table_tensor[:live] += 1
+    expected = captured.block_table_tensor[:live].clone()
+    step.fill(decode(live))
+    step.take(a, captured)
+    assert a.slots.tolist() == [33, 44] + [0] * (len(a.slots) - live) and a.positions[:live].tolist() == [50, 60]
+    assert torch.equal(a.table[:live], expected) and a.lens.tolist() == [20] * live + [0] * (len(a.lens) - live)
 
 
 def test_step_buffers_never_move():
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
     before = [x.data_ptr() for x in step.arrays(24)[:-1]]
     metadata, _ = common()
-    assert [x.data_ptr() for x in step.fill(metadata)[:-1]] == before
+    assert [x.data_ptr() for x in filled(step, metadata)[:-1]] == before
     assert [x.data_ptr() for x in step.idle(24)[:-1]] == before
     assert all(x.is_contiguous() for x in step.arrays(24)[:-1])
 
@@ -145,7 +167,7 @@ def test_host_buffers_stay_on_the_host_whatever_torchs_default_device_is():
     with torch.device("meta"):  # vLLM builds a model under its GPU
         step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
     metadata, plain = common()
-    a = step.fill(metadata)
+    a = filled(step, metadata)
     assert all(x.device.type == "cpu" for x in a[:-1]) and np.array_equal(a.work.numpy(), plain.work)
 
 
@@ -182,10 +204,10 @@ def prompt(rows: int):
 def test_rows_past_a_steps_own_are_idle_whatever_ran_before():
     step = Step("cpu", GROUP, rows=128, seqs=8, blocks=16, device=torch.device("cpu"))
     for rows in (100, 40):
-        step.fill(prompt(rows))
-    step.fill(decode(3))
-    whole = step.arrays(128)
-    assert whole.positions.tolist() == [19] * 3 + [0] * 125 and whole.slots.tolist() == [16, 17, 18] + [0] * 125
+        filled(step, prompt(rows))
+    filled(step, decode(3))
+    own, whole = step.arrays(3), step.arrays(128)
+    assert own.positions.tolist() == [19] * 3 + [0] * 13 and own.slots.tolist() == [16, 17, 18] + [0] * 13
     assert whole.lens.tolist() == [20] * 3 + [0] * 5 and whole.cu_q.tolist() == [0, 1, 2] + [3] * 6
 
 
@@ -197,7 +219,7 @@ def test_a_decode_step_is_laid_out_once_for_so_many_live_requests(live, monkeypa
     padded.query_start_loc_cpu[live:] = live
     padded.seq_lens_cpu_upper_bound[live:] = 0
     for _ in range(3):
-        a = step.fill(padded)
+        a = filled(step, padded)
         assert a.cu_q.tolist() == [*range(live), *[live] * (129 - live)]
         assert a.work.tolist() == [[i, 0] for i in range(live)] + [[-1, 0]] * (128 - live)
         assert a.lens.tolist() == [20] * live + [0] * (128 - live)
@@ -208,13 +230,13 @@ def test_a_request_without_a_row_may_stand_between_others():
     step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
     gap = decode(4)
     gap.query_start_loc_cpu[2:] -= 1
-    a = step.fill(gap)
+    a = filled(step, gap)
     assert a.cu_q[:6].tolist() == [0, 1, 1, 2, 3, 3] and a.work[:4].tolist() == [[0, 0], [2, 0], [3, 0], [-1, 0]]
 
 
 def test_a_decode_step_fits_the_graphs_of_both_kinds():
     step = Step("sm90", GROUP, rows=512, seqs=100, blocks=16, device=torch.device("cpu"))
-    a = step.fill(decode(70))
+    a = filled(step, decode(70))
     assert (len(a.tokens), a.tile, a.work.tolist()) == (128, 1, [[i, 0] for i in range(70)] + [[-1, 0]] * 58)
     many = step.arrays(70)
     assert many.tile > 1 and many.work.data_ptr() == a.work.data_ptr()
@@ -222,9 +244,9 @@ def test_a_decode_step_fits_the_graphs_of_both_kinds():
     assert np.array_equal(many.work.numpy(), work.work_list(query, tile, len(many.work)))
     assert all(x.data_ptr() % 16 == 0 for x in many[:-1])  # what a TMA descriptor takes
     metadata, _ = common()
-    assert step.fill(metadata).tile == tile
+    assert filled(step, metadata).tile == tile
     step.decode = False  # a mixed graph is captured with one row a request
-    assert step.fill(decode(70)).tile == tile
+    assert filled(step, decode(70)).tile == tile
 
 
 def test_the_dispatcher_has_graphs_of_both_kinds():
