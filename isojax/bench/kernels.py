@@ -19,6 +19,7 @@ from isojax.kernel_plan import KernelPlan
 from isojax.region import REGISTRY, Region, load_shipped, lookup
 
 KEEP_EVERY = 20  # cases
+REST_S = 1.0  # after a case, at most, and no longer than it took: its heat and power would slow the next one's clocks
 POISON = "CUDA error"  # after a kernel has crashed every later call of the process fails with the same words
 Chosen = tuple[Region, BenchCase]
 Progress = Callable[[str, int, int], None]  # phase, done, total
@@ -104,7 +105,9 @@ def run(
             if lost or job not in loaded:
                 rows.append(_row(region, case, errors.get(job) or lost))
             else:
+                begun = time.perf_counter()
                 rows.append(_measured(region, case, loaded.pop(job), watch, *measured))
+                time.sleep(min(REST_S, time.perf_counter() - begun))
                 if POISON in rows[-1].error:
                     lost = f"not run: the GPU is lost to this process since {rows[-1].name}; run this case again alone"
             progress("measure", i + 1, len(chosen))

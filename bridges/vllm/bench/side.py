@@ -18,6 +18,8 @@ from typing import Any
 from bridges.vllm.bench import steps
 from bridges.vllm.bench.workload import CHECKED, CHECKED_NEW, SEQUENCES, Workload
 
+FRESH = 1 << 20  # salt of the prompts that are compared: no turn comes to it
+
 
 def device(worker: Any) -> str:
     """Name of a worker's GPU, or cpu."""
@@ -136,7 +138,7 @@ def _sample(llm: Any, work: Workload) -> dict[str, Any]:
 
     from bridges.vllm.tap import by_request
 
-    prompts = [work.prompts(1, n, 99)[0] for n in CHECKED[: work.check]]
+    prompts = [work.prompts(1, n, FRESH)[0] for n in CHECKED[: work.check]]
     params = SamplingParams(temperature=0.0, max_tokens=CHECKED_NEW, logprobs=0, ignore_eos=True, detokenize=False)
     llm.collective_rpc("iso_tap", args=("digest",))
     outs = llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)

@@ -10,9 +10,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Block, f32
 from isojax.pallas_kernels.attn.reference import whole_heads
+from isojax.pallas_kernels.chip import SMS
 from isojax.pallas_kernels.fused import fma
 
 FEW = 512  # tokens up to which a block has one head of one tile, so that there are many
+AT_ONCE = 4 * SMS  # blocks of one warpgroup; measured
+ALONE = 32  # heads of such a block at most, else two warpgroups share them
 
 
 def prep_supports(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered):
@@ -25,7 +28,10 @@ def block(tokens: int, heads: int) -> Block:
     """A block's share; it changes speed, never bits."""
     if tokens <= FEW:
         return Block(1, 1, 1)
-    return Block(2 - tokens // TOKENS % 2, heads, 2 - heads % 2)
+    tiles = 2 - tokens // TOKENS % 2
+    parts = AT_ONCE * tiles * TOKENS // tokens  # of the heads, so that all blocks run at once
+    alone = next((heads // p for p in range(parts, 0, -1) if heads % p == 0), heads)
+    return Block(tiles, alone, 1) if alone <= ALONE else Block(tiles, heads, 2 - heads % 2)
 
 
 def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps, zero_centered, b: Block | None = None):

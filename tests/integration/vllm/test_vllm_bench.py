@@ -105,6 +105,8 @@ def test_engines_are_timed_in_turns_so_that_a_drift_of_the_host_cancels():
         assert stock["repeats"] == compare.TURNS[1] and (stock["sequences"], stock["prompt"]) in work.steps
         assert ours["step_ms"] / stock["step_ms"] == pytest.approx(0.5, abs=0.01)
         assert ours["prefill_ms"] / stock["prefill_ms"] == pytest.approx(0.5, abs=0.01)
+        assert len(ours["step_turns_ms"]) == len(stock["prefill_turns_ms"]) == compare.TURNS[1]
+        assert compare.by_turns(stock["step_turns_ms"], ours["step_turns_ms"]) == pytest.approx(0.5, abs=0.01)
     assert found["isojax"]["batch"]["tokens"] == sum(work.batch(0)[1])
 
 
@@ -167,7 +169,8 @@ def test_a_side_answers_questions_until_it_is_left(tmp_path, monkeypatch):
 
 
 def side(name: str, step: float, tokens: float) -> dict:
-    steps = [dict(sequences=1, prompt=128, prefill_ms=4.0, step_ms=step)]
+    turns = dict(prefill_turns_ms=[4.0, 5.0], step_turns_ms=[step, 2 * step, 9.0])  # a hiccup in the last one
+    steps = [dict(sequences=1, prompt=128, prefill_ms=4.0, step_ms=step, **turns)]
     batch = dict(requests=8, tokens=800, s=800 / tokens, tokens_per_s=tokens)
     memory = dict(kv_cache=0.0, weights=100.0, activation=10.0, reserved=0.0)
     kernels = dict(iso_start_s={"contract": 1.0, "kernels to profile": 3.0, "kernels": 8.5, "graphs and warm-up": 30.0})
