@@ -34,7 +34,8 @@ def many(rows: int, n: int, width: int, leaves: int) -> Iterator[Tiles]:
     for kind in kinds:
         for m, cols, down in by_pace(rows, n, kind)[:2]:
             yield Tiles(m, cols, k, (down, 1))
-            yield Tiles(m, cols, k, (down, 1), snake=1)
+            for order in (1, 4):
+                yield Tiles(m, cols, k, (down, 1), snake=order)
     cols = by_model(rows, n, 256 if leaves == 1 else 128)[0][0] if rows >= MANY else by_pace(rows, n, kinds[0])[0][1]
     yield Tiles(64, cols, k, (2, 1))
     yield Tiles(64, cols, half, (2, 1))
