@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 ROWS = (1, 8, 32, 64, 128, 256, 1024, 4096, 8192, 16384)  # M of the linears: a decode step up to a trainer's batch
 MIXED_ROWS = (1100, 1400)  # of an engine's steps that decode and take prompts: an engine pads them as `padded` does
-BATCH_ROWS = (64, 256, 8192, 16384)  # M of memory-bound regions: decode, where latency counts, and a trainer's batch
+BATCH_ROWS = (64, 256, 1024, 4096, 8192, 16384)  # M of memory-bound regions: decode, prompts, a trainer's batch
 CONTEXTS = (1024, 2048, 4096, 8192, 16384, 32768)  # of causal attention
 SEQUENCES = (1, 8, 32, 64, 128, 256)  # of decode
 DECODE_CONTEXTS = (128, 1024, 4096, 8192, 32768)
