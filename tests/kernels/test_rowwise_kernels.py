@@ -6,11 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import compiles, fingerprint_elsewhere, interpret, reference, spec, ulps
+from hypothesis import given
+from hypothesis import strategies as st
 
 from isojax.errors import Unsupported
 from isojax.lowering import dumped, fingerprint
 from isojax.pallas_kernels.attn import kernel_prep_sm90
-from isojax.pallas_kernels.attn.prep_heads_sm90 import Block
+from isojax.pallas_kernels.attn.kernel_prep_sm90 import ALONE, AT_ONCE
+from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Block
 from isojax.region import lookup
 
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
@@ -119,18 +122,34 @@ def test_rows_compile_without_spills(columns):
     compiles(lookup("grad.accumulate"), (x, x, x))
 
 
+@pytest.mark.parametrize("rows", (64, 1040, 16384))  # a block has one head, some heads, all heads
 @pytest.mark.parametrize("head_dim,heads,kv_heads", ((64, 9, 3), (128, 16, 8), (128, 32, 8)))
-def test_prep_compiles_without_spills(head_dim, heads, kv_heads):
+def test_prep_compiles_without_spills(head_dim, heads, kv_heads, rows):
     width = (heads + 2 * kv_heads) * head_dim
     args = (
-        spec((64, width)),
+        spec((rows, width)),
         spec((width,)),
         spec((head_dim,)),
         spec((head_dim,)),
         spec((4096, head_dim), F32),
-        spec((64,), I32),
+        spec((rows,), I32),
     )
     compiles(lookup("attn.prep"), args, {"kv_heads": kv_heads, "head_dim": head_dim, "eps": 1e-6})
+
+
+@given(st.integers(1, 2048), st.integers(3, 96))
+def test_blocks_of_prep_cover_all_tokens_and_heads(tiles, heads):
+    tokens = tiles * TOKENS
+    b = kernel_prep_sm90.block(tokens, heads)
+    assert tokens % b.tokens == 0 and heads % b.heads == 0 and b.heads % b.warpgroups == 0
+    assert b.warpgroups == 1 or heads > ALONE  # and where they cannot all run at once, even so
+
+
+def test_blocks_of_prep_all_run_at_once_where_they_can():
+    for tokens, heads, alone in ((1024, 32, 2), (1024, 48, 3), (4096, 32, 8), (8192, 48, 24), (16384, 10, 10)):
+        assert kernel_prep_sm90.block(tokens, heads) == Block(2, alone, 1)
+        assert tokens // 32 * heads // alone <= AT_ONCE
+    assert kernel_prep_sm90.block(16384, 48) == Block(2, 48, 2)  # two warpgroups share as many heads
 
 
 def test_fingerprints_are_equal_across_processes():

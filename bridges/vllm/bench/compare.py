@@ -23,8 +23,9 @@ from isojax.errors import InputError, IsoError
 SIDES = ("stock", "isojax")
 BAR = 1.05  # our time, or memory, over stock's
 START_BARS = {"cold": 90, "warm": 10}  # s, of compiling all kernels
-TURNS = 3, 60  # of a kind of step, at least and at most
-ENOUGH_S = 10.0  # of it, for each engine
+TURNS = 3, 100  # of a kind of step, at least and at most
+MOST_S = 20.0  # of it, for each engine
+SURE = 0.04  # width of the interval of a ratio at which turns may end
 
 
 def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[str, ...] = SIDES) -> dict[str, Any]:
@@ -79,7 +80,8 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
         taken: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
         begun = time.perf_counter()
         for turn in range(TURNS[1]):
-            if turn >= TURNS[0] and time.perf_counter() - begun > ENOUGH_S * len(engines):
+            late = time.perf_counter() - begun > MOST_S * len(engines)
+            if turn >= TURNS[0] and (late or _sure(list(taken.values()))):
                 break
             for side in list(engines)[:: 1 if turn % 2 else -1]:
                 taken[side].append(engines[side].ask("step", count, length, turn))
@@ -111,9 +113,24 @@ def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any
     return row
 
 
-def by_turns(stock: Sequence[float], ours: Sequence[float]) -> float:
-    """Our time over stock's: the median over turns, in which the two came one right after the other."""
-    return float(np.median(np.array(ours) / np.array(stock)))
+def by_turns(stock: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
+    """(low, ratio, high): our time over stock's, the median over turns, in which the two came one after the other.
+
+    Low and high hold the median of all turns that there could be with a probability of 95% (order statistics, by the
+    normal approximation of the binomial); of fewer than six turns they are the least and the greatest.
+    """
+    ratios = np.sort(np.array(ours) / np.array(stock))
+    n = len(ratios)
+    first = max(0, int(np.floor((n - 1.96 * np.sqrt(n)) / 2)))
+    return float(ratios[first]), float(np.median(ratios)), float(ratios[n - 1 - first])
+
+
+def _sure(sides: list[list[dict[str, Any]]]) -> bool:
+    """Whether the ratio of decode steps is known well enough. With one side there is none."""
+    if len(sides) < 2 or not all(t["decode"] for turns in sides for t in turns):
+        return True
+    low, middle, high = by_turns(*([float(np.median(t["decode"])) for t in turns] for turns in sides))
+    return high - low <= SURE * middle
 
 
 @contextmanager
@@ -130,20 +147,20 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Table rows: what, stock, isojax, ratio (isojax over stock, in time) and, where one is asked for, the bar."""
+    """Table rows: what, stock, isojax, ratio (ours over stock, in time), the interval that it lies in, and the bar."""
     stock, ours = found["stock"], found["isojax"]
     table = []
     claim = stock["device"] != "cpu"  # where no figure is one
 
-    def row(what: str, a: float, b: float, ratio: float, judged: bool = claim) -> None:
+    def row(what: str, a: float, b: float, ratio: float, judged: bool = claim, sure: str = "") -> None:
         met = verdict(f"{BAR:.2f}", ratio <= BAR) if judged else ""
-        table.append(dict(what=what, stock=a, isojax=b, ratio=round(ratio, 3), bar=met))
+        table.append(dict(what=what, stock=a, isojax=b, ratio=round(ratio, 3), interval=sure, bar=met))
 
     for a, b in zip(stock["steps"], ours["steps"], strict=True):
-        what = f"{a['sequences']} x {a['prompt']}"
-        row(f"decode step, {what}, ms", a["step_ms"], b["step_ms"], by_turns(a["step_turns_ms"], b["step_turns_ms"]))
-        times = a["prefill_ms"], b["prefill_ms"]
-        row(f"prompts and first token, {what}, ms", *times, by_turns(a["prefill_turns_ms"], b["prefill_turns_ms"]))
+        for kind, title in (("step", "decode step"), ("prefill", "prompts and first token")):
+            low, ratio, high = by_turns(a[f"{kind}_turns_ms"], b[f"{kind}_turns_ms"])
+            what = f"{title}, {a['sequences']} x {a['prompt']}, ms"
+            row(what, a[f"{kind}_ms"], b[f"{kind}_ms"], ratio, sure=f"{low:.3f} to {high:.3f}")
     if "batch" in stock:
         a, b = stock["batch"], ours["batch"]
         what = f"{a['requests']} requests, tokens/s"
@@ -165,4 +182,4 @@ def _compiling(ours: dict[str, Any]) -> dict[str, Any]:
     s = round(sum(t for what, t in ours["iso_start_s"].items() if what.startswith("kernels")), 2)
     bar = START_BARS.get(state)
     met = "" if bar is None else verdict(f"{bar} s", s <= bar)
-    return dict(what=f"start: kernels, {state}, s", stock="-", isojax=s, ratio="", bar=met)
+    return dict(what=f"start: kernels, {state}, s", stock="-", isojax=s, ratio="", interval="", bar=met)
