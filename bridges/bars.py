@@ -7,12 +7,12 @@ from typing import Any
 
 import typer
 
-MISSED = "MISSED"
+MISSED, DOUBT = "MISSED", "in doubt"
 
 
-def verdict(asked: str, met: bool) -> str:
-    """The cell of a row that is judged; one that is not has ''."""
-    return f"<= {asked}: {'met' if met else MISSED}"
+def verdict(asked: str, met: bool | None) -> str:
+    """The cell of a row that is judged; one that is not has ''. met: None where the figures do not tell."""
+    return f"<= {asked}: {DOUBT if met is None else 'met' if met else MISSED}"
 
 
 def unmet(rows: Iterable[Mapping[str, Any]]) -> str:
@@ -20,7 +20,8 @@ def unmet(rows: Iterable[Mapping[str, Any]]) -> str:
     judged = [r for r in rows if r["bar"]]
     if not judged:
         return "no bar was judged: figures of a machine without a GPU are no claim"
-    return ", ".join(f"missed: {r['what']}" for r in judged if r["bar"].endswith(MISSED))
+    short = {MISSED: "missed", DOUBT: "in doubt"}
+    return ", ".join(f"{short[end]}: {r['what']}" for r in judged for end in short if r["bar"].endswith(end))
 
 
 def require(rows: Iterable[Mapping[str, Any]], strict: bool) -> None:

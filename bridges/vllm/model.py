@@ -45,6 +45,9 @@ class IsoForCausalLM(nn.Module):
         step = self.step = Step(self.arch, c.group, rows, scheduler.max_num_seqs, blocks, device)
         angles = torch.from_numpy(rope.table(c.rope, c.head_dim, model.max_model_len)).to(device)
         self.programs = Programs(c, params, angles, step, self.arch)
+        # constants on the GPU: vLLM's deep sleep discards all that a model made, and wakes parameters and buffers
+        self.register_buffer("rope_table", angles, persistent=False)
+        self.register_buffer("no_slot", step.no_slot, persistent=False)
         names = [f"{prefix + '.' if prefix else ''}model.layers.{i}.attn" for i in range(c.layers)]
         self.attention = [IsoAttention(n, c, DTYPES[c.dtype], step, vllm_config) for n in names]
         self._params, self._written, self._block, self._scratch = params, set[str](), block, None

@@ -37,6 +37,7 @@ class Step:
     """Buffers for at most `rows` rows in `seqs` requests of `blocks` cache blocks each.
 
     Attributes: `decode` says which kind of step to prepare while a graph is captured; None reads it off the metadata.
+    `no_slot` is a constant. All else is written anew in each step, or never read.
     """
 
     def __init__(self, arch: str, group: int, rows: int, seqs: int, blocks: int, device: torch.device):
@@ -52,7 +53,7 @@ class Step:
         self._control = _Control((r + 1, r, 2 * items), device)
         cu_q, lens, flat = self._control.views
         self._whole = Arrays(new(t), new(t), cu_q, lens, flat.view(items, 2), new(r, blocks), new(t), self.tile)
-        self._zero = torch.zeros((), dtype=torch.int64, device=device)
+        self.no_slot = torch.zeros((), dtype=torch.int64, device=device)  # what stands for vLLM's -1
         self._views: dict[tuple[int, int], Arrays] = {}
         self._ones: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}  # of `_one_row_each`
 
@@ -92,11 +93,12 @@ class Step:
         """What vLLM has on the GPU, into the step's buffers: a part of the forward, so that a CUDA graph repeats it.
 
         As vLLM's own attention kernels in a graph do, it reads tensors that never move, in which rows past the last
-        request have slot -1. Here they write into block 0, which is nobody's, and belong to no attention tile.
+        request have slot -1. Here they write into block 0, which is nobody's, and belong to no attention tile. A kernel
+        that starts before the one before it has ended may read none of this until `await_previous`.
         """
         n, table = common.num_actual_tokens, common.block_table_tensor[: len(a.table), : a.table.shape[1]]
         a.positions[:n].copy_(common.positions[:n])
-        torch.maximum(common.slot_mapping[:n], self._zero, out=a.slots[:n])
+        torch.maximum(common.slot_mapping[:n], self.no_slot, out=a.slots[:n])
         if n < len(a.slots):
             a.positions[n:].zero_()
             a.slots[n:].zero_()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,9 +24,9 @@ from isojax.errors import InputError, IsoError
 SIDES = ("stock", "isojax")
 BAR = 1.05  # our time, or memory, over stock's
 START_BARS = {"cold": 90, "warm": 10}  # s, of compiling all kernels
-TURNS = 3, 100  # of a kind of step, at least and at most
+TURNS = 4, 100  # of a kind of step, at least and at most; both even, so that each engine comes first as often
 MOST_S = 20.0  # of it, for each engine
-SURE = 0.04  # width of the interval of a ratio at which turns may end
+SURE = 8, 0.04  # turns from which they may end where a ratio's interval is no wider than that part of it
 
 
 def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[str, ...] = SIDES) -> dict[str, Any]:
@@ -80,13 +81,18 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
         taken: dict[str, list[dict[str, Any]]] = {side: [] for side in engines}
         begun = time.perf_counter()
         for turn in range(TURNS[1]):
-            late = time.perf_counter() - begun > MOST_S * len(engines)
-            if turn >= TURNS[0] and (late or _sure(list(taken.values()))):
+            late = turn >= TURNS[0] and time.perf_counter() - begun > MOST_S * len(engines)
+            if turn % 2 == 0 and (late or _sure(list(taken.values()))):
                 break
             for side in list(engines)[:: 1 if turn % 2 else -1]:
                 taken[side].append(engines[side].ask("step", count, length, turn))
+        whole = [
+            i for i in range(len(next(iter(taken.values())))) if all(turns[i]["decode"] for turns in taken.values())
+        ]
+        if not whole:
+            raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
         for side, turns in taken.items():
-            found[side]["steps"].append(_step(count, length, turns))
+            found[side]["steps"].append(_step(count, length, [turns[i] for i in whole]))
     if work.requests:
         say(f"{work.requests} requests")
         took = [
@@ -103,10 +109,7 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
 def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
     """ms of the prompts with their first token, and of a decode step: medians, quartile spreads, and each turn's."""
     row: dict[str, Any] = dict(sequences=count, prompt=length, repeats=len(turns))
-    decode = [t["decode"] for t in turns]
-    if not all(decode):
-        raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
-    for what, taken in (("prefill", [[t["prefill"]] for t in turns]), ("step", decode)):
+    for what, taken in (("prefill", [[t["prefill"]] for t in turns]), ("step", [t["decode"] for t in turns])):
         low, middle, high = np.percentile(np.concatenate(taken) * 1e3, (25, 50, 75))
         row |= {f"{what}_ms": round(float(middle), 4), f"{what}_spread": round(float((high - low) / middle), 3)}
         row[f"{what}_turns_ms"] = [round(float(np.median(t)) * 1e3, 4) for t in taken]
@@ -116,21 +119,28 @@ def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any
 def by_turns(stock: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
     """(low, ratio, high): our time over stock's, the median over turns, in which the two came one after the other.
 
-    Low and high hold the median of all turns that there could be with a probability of 95% (order statistics, by the
-    normal approximation of the binomial); of fewer than six turns they are the least and the greatest.
+    Low and high hold the median of all turns that there could be with a probability of 95% (order statistics), for a
+    number of turns that was fixed beforehand; of fewer than six they are the least and the greatest, and hold less.
     """
     ratios = np.sort(np.array(ours) / np.array(stock))
     n = len(ratios)
-    first = max(0, int(np.floor((n - 1.96 * np.sqrt(n)) / 2)))
-    return float(ratios[first]), float(np.median(ratios)), float(ratios[n - 1 - first])
+    below = np.cumsum([math.comb(n, k) / 2**n for k in range(n)])  # P(at most k of n turns lie below the median)
+    out = max(0, int(np.searchsorted(below, 0.025, side="right")) - 1)  # turns on either side of the interval
+    return float(ratios[out]), float(np.median(ratios)), float(ratios[n - 1 - out])
 
 
 def _sure(sides: list[list[dict[str, Any]]]) -> bool:
-    """Whether the ratio of decode steps is known well enough. With one side there is none."""
-    if len(sides) < 2 or not all(t["decode"] for turns in sides for t in turns):
+    """Whether both ratios of a kind of step, of prompts and of decode steps, are known well enough."""
+    turns = [t for t in zip(*sides, strict=True) if all(side["decode"] for side in t)]
+    if len(turns) < SURE[0]:
+        return False
+    if len(sides) < 2:
         return True
-    low, middle, high = by_turns(*([float(np.median(t["decode"])) for t in turns] for turns in sides))
-    return high - low <= SURE * middle
+    for time_of in (lambda t: t["prefill"], lambda t: float(np.median(t["decode"]))):
+        low, middle, high = by_turns(*zip(*([time_of(side) for side in t] for t in turns), strict=True))
+        if high - low > SURE[1] * middle:
+            return False
+    return True
 
 
 @contextmanager
@@ -152,15 +162,19 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     table = []
     claim = stock["device"] != "cpu"  # where no figure is one
 
-    def row(what: str, a: float, b: float, ratio: float, judged: bool = claim, sure: str = "") -> None:
-        met = verdict(f"{BAR:.2f}", ratio <= BAR) if judged else ""
-        table.append(dict(what=what, stock=a, isojax=b, ratio=round(ratio, 3), interval=sure, bar=met))
+    def row(
+        what: str, a: float, b: float, ratio: float, judged: bool = claim, within: tuple[float, float] | None = None
+    ) -> None:
+        low, high = within or (ratio, ratio)
+        met = verdict(f"{BAR:.2f}", None if low <= BAR < high else ratio <= BAR) if judged else ""
+        interval = f"{low:.3f} to {high:.3f}" if within else ""
+        table.append(dict(what=what, stock=a, isojax=b, ratio=round(ratio, 3), interval=interval, bar=met))
 
     for a, b in zip(stock["steps"], ours["steps"], strict=True):
         for kind, title in (("step", "decode step"), ("prefill", "prompts and first token")):
             low, ratio, high = by_turns(a[f"{kind}_turns_ms"], b[f"{kind}_turns_ms"])
             what = f"{title}, {a['sequences']} x {a['prompt']}, ms"
-            row(what, a[f"{kind}_ms"], b[f"{kind}_ms"], ratio, sure=f"{low:.3f} to {high:.3f}")
+            row(what, a[f"{kind}_ms"], b[f"{kind}_ms"], ratio, within=(low, high))
     if "batch" in stock:
         a, b = stock["batch"], ours["batch"]
         what = f"{a['requests']} requests, tokens/s"

@@ -172,6 +172,19 @@ def test_weights_reloaded_in_place_are_used_by_the_next_step(engine, tiny, folde
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
 
 
+def test_an_engine_wakes_from_deep_sleep(engine, tiny, asked, want):
+    """vLLM's sleep at level 2 discards what the model made on the GPU; waking brings buffers, a reload parameters."""
+    model = engine.llm.llm_engine.model_executor.driver_worker.worker.iso_model
+    saved = {name: b.clone() for name, b in model.named_buffers()}
+    lost = [*model.parameters(), model.programs.rope, model.step.no_slot, *model.step.arrays(256)[:-1]]
+    for x in lost:
+        x.data.reshape(-1).view(torch.uint8).fill_(0x7F)
+    for name, b in model.named_buffers():
+        b.data.copy_(saved[name])
+    engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": str(tiny)})
+    check(engine.run(asked), want, asked)
+
+
 def test_the_contract_is_installed(engine, contract):
     import contract as contracts
 
