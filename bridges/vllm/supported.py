@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any, NoReturn
 
 from isojax.errors import ConfigError
 from isojax.schedule import KV_TILE
 
 CACHE_DTYPES = ("auto", "bfloat16")
+BREAKABLE = "VLLM_USE_BREAKABLE_CUDAGRAPH"
 
 
 def check(vllm_config: Any, arch: str) -> None:
@@ -22,6 +24,8 @@ def check(vllm_config: Any, arch: str) -> None:
     ):
         if getattr(parallel, name, 1) != 1:
             _refuse(name, getattr(parallel, name), "1", "run one rank per engine")
+    if os.environ.get(BREAKABLE, "0") == "1":  # piecewise graphs without a step's metadata, which would be no step
+        _refuse(BREAKABLE, 1, "0, in the environment", "graphs are FULL here (bridges.vllm.engine.graphs)")
     if parallel.use_ubatching:
         _refuse("enable_dbo", True, "False", "leave micro-batching off")
     if vllm_config.lora_config is not None:

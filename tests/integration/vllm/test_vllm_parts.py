@@ -79,6 +79,12 @@ def test_the_rest_is_refused_by_name(change, option):
         supported.check(config(**change), "cpu")
 
 
+def test_breakable_graphs_are_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(ConfigError, match="VLLM_USE_BREAKABLE_CUDAGRAPH = 1 .*allowed: 0"):
+        supported.check(config(), "cpu")
+
+
 def test_float32_is_refused_on_a_gpu():
     with pytest.raises(ConfigError, match="vLLM option dtype"):
         supported.check(config(model_config__dtype=torch.float32), "sm90")
