@@ -19,7 +19,7 @@ from isojax.kernel_plan import KernelPlan
 from isojax.region import REGISTRY, Region, load_shipped, lookup
 
 KEEP_EVERY = 20  # cases
-REST_S = 1.0  # after a case, at most, and no longer than it took: its heat and power would slow the next one's clocks
+REST_S = 1.0  # after a case, at most, and no longer than it took: right after a heavy one others were up to 10% slower
 POISON = "CUDA error"  # after a kernel has crashed every later call of the process fails with the same words
 Chosen = tuple[Region, BenchCase]
 Progress = Callable[[str, int, int], None]  # phase, done, total

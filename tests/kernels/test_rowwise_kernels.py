@@ -142,7 +142,7 @@ def test_blocks_of_prep_cover_all_tokens_and_heads(tiles, heads):
     tokens = tiles * TOKENS
     b = kernel_prep_sm90.block(tokens, heads)
     assert tokens % b.tokens == 0 and heads % b.heads == 0 and b.heads % b.warpgroups == 0
-    assert b.warpgroups == 1 or heads > ALONE  # and where they cannot all run at once, even so
+    assert b.warpgroups == 1 or heads > ALONE
 
 
 def test_blocks_of_prep_all_run_at_once_where_they_can():

@@ -29,7 +29,7 @@ def block(tokens: int, heads: int) -> Block:
     if tokens <= FEW:
         return Block(1, 1, 1)
     tiles = 2 - tokens // TOKENS % 2
-    parts = AT_ONCE * tiles * TOKENS // tokens  # of the heads, so that all blocks run at once
+    parts = AT_ONCE * tiles * TOKENS // tokens  # of the heads, so that all blocks run at once where they can
     alone = next((heads // p for p in range(parts, 0, -1) if heads % p == 0), heads)
     return Block(tiles, alone, 1) if alone <= ALONE else Block(tiles, heads, 2 - heads % 2)
 

@@ -185,6 +185,21 @@ def test_an_engine_wakes_from_deep_sleep(engine, tiny, asked, want):
     check(engine.run(asked), want, asked)
 
 
+def test_vllms_own_tensors_never_move(engine, asked, want, monkeypatch):
+    """A CUDA graph reads them where they were when it was captured (`Step.take`). Here of the V1 runner."""
+    step = engine.llm.llm_engine.model_executor.driver_worker.worker.iso_model.step
+    seen, sizes, take = set(), set(), step.take
+
+    def watched(arrays, common):
+        seen.add(tuple(x.data_ptr() for x in (common.positions, common.slot_mapping, common.block_table_tensor)))
+        sizes.add((common.num_actual_tokens, common.num_reqs))
+        take(arrays, common)
+
+    monkeypatch.setattr(step, "take", watched)
+    check(engine.run(asked, arrive={key: 2 * key for key in asked}), want, asked)
+    assert len(seen) == 1 and len(sizes) > 2
+
+
 def test_the_contract_is_installed(engine, contract):
     import contract as contracts
 
