@@ -18,6 +18,7 @@ from isojax.errors import IsoError
 SECONDS = 1800
 PATIENCE = 30  # s, for an orderly end
 TAIL = 15  # lines of a log
+CAUSE = " ERROR "  # in a line by which vLLM's core, a process of its own, says why it ended; its parent says only that
 
 
 def run(name: str, module: list[Any], log: Path, **environment: str) -> None:
@@ -34,9 +35,12 @@ def run(name: str, module: list[Any], log: Path, **environment: str) -> None:
 
 
 def failed(name: str, how: str, log: Path) -> IsoError:
-    """What to raise, with the end of the log."""
-    end = "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:])
-    return IsoError(f"{name} {how}; its log {log} ends:\n{end}")
+    """What to raise, with the end of the log, and before it what a process behind it gave as the cause."""
+    lines = log.read_text(errors="replace").splitlines()
+    causes = [line for line in lines[:-TAIL] if CAUSE in line][-TAIL:]
+    said = "".join(f"{line}\n" for line in causes) + ("...\n" if causes else "")
+    end = "\n".join(lines[-TAIL:])
+    return IsoError(f"{name} {how}; its log {log} ends:\n{said}{end}")
 
 
 class Asked:

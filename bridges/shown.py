@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,16 @@ from rich.table import Table
 
 @contextmanager
 def running(what: str) -> Iterator[Callable[[str], None]]:
-    """A spinner on standard error while the block runs; call what it gives to say where it is."""
+    """A spinner on standard error while the block runs; call what it gives to say where it is.
+
+    Where standard error is no terminal, a line for each thing said: what a run that was cut off had come to.
+    """
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: print(f"{what}: {text}", file=sys.stderr, flush=True)
+        return
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda text: bar.update(task, description=text)
 

@@ -20,7 +20,7 @@ def engine(
     check: Annotated[
         int, typer.Option(min=0, max=4, help="Sequences compared with the JAX reference, bit for bit.")
     ] = 4,
-    utilization: Annotated[float, typer.Option(help="Share of the GPU that each of the two engines gets.")] = 0.45,
+    utilization: Annotated[float, typer.Option(help="Share of the GPU that each of the two engines gets.")] = 0.40,
     context: Annotated[int, typer.Option(min=1, help="Longest request, in tokens.")] = 5120,
     folder: Annotated[Path, typer.Option(help="For the checkpoint, logs and results.")] = Path(".iso/bench-engine"),
     strict: Annotated[

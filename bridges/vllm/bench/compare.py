@@ -93,6 +93,9 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
             raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
         for side, turns in taken.items():
             found[side]["steps"].append(_step(count, length, [turns[i] for i in whole]))
+        if len(engines) == len(SIDES):  # said at once: a run that is cut off later leaves this
+            ratios = _step_ratios(*(found[side]["steps"][-1] for side in SIDES))
+            say("; ".join(f"{what} {ratio:.3f} ({low:.3f} to {high:.3f})" for what, _, low, ratio, high in ratios))
     if work.requests:
         say(f"{work.requests} requests")
         took = [
@@ -114,6 +117,13 @@ def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any
         row |= {f"{what}_ms": round(float(middle), 4), f"{what}_spread": round(float((high - low) / middle), 3)}
         row[f"{what}_turns_ms"] = [round(float(np.median(t)) * 1e3, 4) for t in taken]
     return row
+
+
+def _step_ratios(stock: dict[str, Any], ours: dict[str, Any]) -> Iterator[tuple[str, str, float, float, float]]:
+    """Of rows that `_step` made: what was timed, its key in them, and `by_turns` of it."""
+    for kind, title in (("step", "decode step"), ("prefill", "prompts and first token")):
+        what = f"{title}, {stock['sequences']} x {stock['prompt']}"
+        yield what, kind, *by_turns(stock[f"{kind}_turns_ms"], ours[f"{kind}_turns_ms"])
 
 
 def by_turns(stock: Sequence[float], ours: Sequence[float]) -> tuple[float, float, float]:
@@ -171,10 +181,8 @@ def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
         table.append(dict(what=what, stock=a, isojax=b, ratio=round(ratio, 3), interval=interval, bar=met))
 
     for a, b in zip(stock["steps"], ours["steps"], strict=True):
-        for kind, title in (("step", "decode step"), ("prefill", "prompts and first token")):
-            low, ratio, high = by_turns(a[f"{kind}_turns_ms"], b[f"{kind}_turns_ms"])
-            what = f"{title}, {a['sequences']} x {a['prompt']}, ms"
-            row(what, a[f"{kind}_ms"], b[f"{kind}_ms"], ratio, within=(low, high))
+        for what, kind, low, ratio, high in _step_ratios(a, b):
+            row(f"{what}, ms", a[f"{kind}_ms"], b[f"{kind}_ms"], ratio, within=(low, high))
     if "batch" in stock:
         a, b = stock["batch"], ours["batch"]
         what = f"{a['requests']} requests, tokens/s"

@@ -30,9 +30,7 @@ from isojax.pallas_kernels.chip import SMS
 from isojax.pallas_kernels.interpretable import BLOCKS_OF_1, BLOCKS_OF_8, overlaid, panels, views
 
 i32 = jnp.int32
-# Registers a thread of the producer, and of the consumers. A launch gives each of 384 threads 168; what one warpgroup
-# takes, the others must have given: 3 x 168 in all. One more, and the kernel waits forever.
-FEW, MANY = 56, 224
+REGISTERS = 3 * 168  # of a thread of each warpgroup, together, as launched. One more, and the kernel waits forever
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Tuning:
     turns: bool = True  # the warpgroups take turns
     grid: int = SMS  # thread blocks that share the programs
     width: int = 0  # an item's programs side by side; 0: what `width_of` takes
+    held: int = 48  # columns of the sum of all partitions that stay in registers
 
 
 def prefill(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
@@ -53,6 +52,7 @@ def prefill(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tunin
 
 def _kernel(s: Shape, scale: float, tuning: Tuning):
     stages = tuning.stages
+    few, many = registers(s)
     grid = min(tuning.grid, s.items * s.blocks)
     rings = lambda: [panels(stages, s.panels, rows=s.keys) for _ in range(2)]
     landed = plgpu.Barrier(num_arrivals=tiles.kv_arrivals(s), num_barriers=stages)
@@ -67,13 +67,13 @@ def _kernel(s: Shape, scale: float, tuning: Tuning):
 
         @pl.when(w == WARPGROUPS)
         def _():
-            plgpu.set_max_registers(FEW, action="decrease")
+            plgpu.set_max_registers(few, action="decrease")
             producer = Producer(q, kv, table[0] if table else None, q_smem, kv_smem, q_ready, q_free, ready, free)
             producer.drain(_each(s, work, block, grid, tuning, lambda *at: producer.run(of(*at[:2]), at[2])))
 
         @pl.when(w < WARPGROUPS)
         def _():
-            plgpu.set_max_registers(MANY, action="increase")
+            plgpu.set_max_registers(many, action="increase")
 
             def run(item, program, before):
                 rows = of(item, program)
@@ -120,6 +120,12 @@ def _kernel(s: Shape, scale: float, tuning: Tuning):
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
+
+
+def registers(s: Shape) -> tuple[int, int]:
+    """Of a thread of the producer, which needs them for the addresses of a tile's chunks, and of the consumers."""
+    few = 40 if s.keys // s.chunk <= tiles.TOGETHER else 56
+    return few, (REGISTERS - few) // 2
 
 
 def _each(s: Shape, work, block, grid: int, tuning: Tuning, run: Callable[..., jax.Array]) -> jax.Array:
@@ -261,19 +267,32 @@ class Consumer:
         hide = lambda s: wg.visible(s, self.rows.position - j * self.rows.shape.keys, self.rows.tile)
         return lax.cond(j >= self.program.kv_seen, hide, lambda s: s, scores)
 
-    def _rebase(self, j, acc, alpha, before: softmax.Running):
-        """What tile j's values are added to: the sum at the new maximum, or nothing in a new partition.
+    def _close(self, j, part: softmax.Running):
+        """Where tile j opens a partition: the factors of the sum of all before it, and of the last one's.
 
-        before: the state that tile j's weights met. Where tile j opens a partition, the last one joins the sum of all.
+        part: the state before tile j. This is done while tile j's scores are on their way, a tile before `_rebase`
+        needs it: there the tensor cores would wait.
         """
 
         def close():
-            total, old, new = softmax.close(self._total(), before)
+            total, old, new = softmax.close(self._total(), part)
             wg.keep_rows(self.ends, total.m, total.den)
-            wg.fold(self.sums, old, acc, new, keep=True)
-            return softmax.nothing(self.rows.shape.head_dim)
+            return old, new
 
-        return wg.rescale(lax.cond(self._first(j) & (j > 0), close, lambda: acc), alpha)
+        return lax.cond(self._first(j), close, lambda: (wg.full_row(0.0), wg.full_row(0.0)))
+
+    def _rebase(self, j, acc, alpha, held, factors):
+        """What tile j's values are added to: the sum at the new maximum, or nothing in a new partition; and `held`.
+
+        factors: `_close` of tile j. Where it opens a partition, the last one's sum joins that of all.
+        """
+
+        def fold():
+            old, new = factors
+            (first,) = wg.fold(self.sums, held, old, acc, new, keep=True)
+            return softmax.nothing(self.rows.shape.head_dim), first
+
+        return lax.cond(self._first(j) & (j > 0), fold, lambda: (wg.rescale(acc, alpha), held))
 
     def _total(self) -> softmax.Total:
         return softmax.Total(*wg.kept_rows(self.ends))
@@ -298,16 +317,17 @@ class Consumer:
         self._release_keys(zero)
         start = softmax.start()
         p, state, alpha = softmax.weigh(self._seen(scores, zero), start, self.scale, zero == 0)
-        carry = (wg.narrow(p), softmax.nothing(s.head_dim), state, start, alpha)
-        p, acc, state, past, alpha = lax.fori_loop(i32(1), count, self._step, carry)
-        acc = self._rebase(last, acc, alpha, past)
+        held, factors = wg.zeros(self.tuning.held), (wg.full_row(0.0), wg.full_row(0.0))
+        carry = (wg.narrow(p), softmax.nothing(s.head_dim), state, held, factors, alpha)
+        p, acc, state, held, factors, alpha = lax.fori_loop(i32(1), count, self._step, carry)
+        acc, held = self._rebase(last, acc, alpha, held, factors)
         values = self._await(1, last)
         self._clear(values, last)
         acc = wg.settle(wg.begin_weighted(acc, p, values))
         self._release(1, last)
         total = lax.cond(several, self._total, softmax.begin)
         total, old, new = softmax.close(total, state)
-        end = lambda sums: lambda: wg.fold(sums, old, acc, new, keep=False)
+        end = lambda sums: lambda: wg.fold(sums, held, old, acc, new, keep=False)
         return wg.finish(lax.cond(several, end(self.sums), end(None)), total.m, total.den)
 
     def _step(self, j, carry):
@@ -316,13 +336,14 @@ class Consumer:
         The weights come in two halves. Before the second one the values are there, so that rounding the first one's
         runs beside the exponentials of the second.
         """
-        p, acc, before, past, alpha = carry
+        p, acc, before, held, factors, alpha = carry
         self._await(0, j)  # before the turn: who waits for keys keeps nobody from the tensor cores
         self._take_turn()
         scores = wg.begin_scores(self.q, self._tile(0, j))
-        acc = self._rebase(j - 1, acc, alpha, past)
+        acc, held = self._rebase(j - 1, acc, alpha, held, factors)
         acc = wg.begin_weighted(acc, p, self._await(1, j - 1))
         self._pass_turn(j)
+        factors = self._close(j, before)
         (scores,) = wg.settle([scores], pending=1)
         self._release_keys(j)
         x, m, alpha = softmax.weigh_first(self._seen(scores, j), before, self.scale, self._first(j))
@@ -331,7 +352,7 @@ class Consumer:
         *acc, x = wg.settle([*acc, x])
         self._release(1, j - 1)
         p, state = softmax.weigh_second(x, m, before, alpha, self.scale)
-        return wg.narrow(p), tuple(acc), state, before, alpha
+        return wg.narrow(p), tuple(acc), state, held, factors, alpha
 
     def _keep_apart(self, j) -> None:
         """A branch that is never taken, between the first half of a tile's weights and the wait for the values before.

@@ -62,40 +62,51 @@ def kept_rows(ref: Any) -> tuple[jax.Array, jax.Array]:
     return run(ref)
 
 
-def fold(sums: Any, old: jax.Array, acc: Sequence[jax.Array], new: jax.Array, *, keep: bool) -> tuple[jax.Array, ...]:
-    """old times what is in `sums`, plus new times acc (panels), the second product rounded, the sum fused.
+def fold(
+    sums: Any, held: jax.Array, old: jax.Array, acc: Sequence[jax.Array], new: jax.Array, *, keep: bool
+) -> tuple[jax.Array, ...]:
+    """old times a sum, plus new times acc (panels), the second product rounded, the sum fused.
 
-    keep: the sum goes back there, and nothing is returned; else panels of it. A few registers at a time: two sums do
-    not fit. sums None stands for zeros.
+    The sum's first columns are `held` [64, n], and its others are what `put` or this left in `sums`; sums None stands
+    for zeros there. -> (held,), the rest being in `sums` again, where `keep`; else panels. A few registers at a time:
+    two sums do not fit.
     """
-    count = len(acc)
+    count, n = len(acc), held.shape[1]
     if interpreting():
-        total = [jnp.zeros_like(a) for a in acc] if sums is None else tuple(sums[...].reshape(count, 64, 64))
-        both = tuple(t * old[:, None] + a * new[:, None] for t, a in zip(total, acc, strict=True))
+        before = jnp.zeros((count, 64, 64)) if sums is None else sums[...].reshape(count, 64, 64)
+        total = jnp.concatenate([held, jnp.concatenate(list(before), 1)[:, n:]], 1)
+        both = total * old[:, None] + jnp.concatenate(list(acc), 1) * new[:, None]
+        panels = tuple(jnp.split(both, count, 1))
         if keep:
-            put(sums, both)
-        return () if keep else both
+            put(sums, panels)
+        return (both[:, :n],) if keep else panels
     refs = () if sums is None else (sums,)
-    returns = () if keep else tuple(reg.acc(64) for _ in acc)
+    arguments = (reg.ACC,) * count, reg.ACC, reg.ROW, reg.ROW, *[reg.PLAIN] * len(refs)
+    returns = (reg.acc(n),) if keep else tuple(reg.acc(64) for _ in acc)
 
-    @reg.inline(arg_types=((reg.ACC,) * count, reg.ROW, reg.ROW, *[reg.PLAIN] * len(refs)), return_type=returns)
-    def run(_, accs, old_row, new_row, *smem):
+    @reg.inline(arg_types=arguments, return_type=returns)
+    def run(_, accs, first, old_row, new_row, *smem):
         a, b = reg.scalars(old_row), reg.scalars(new_row)
-        x = np.concatenate([reg.scalars(part) for part in accs])
+        x, there = np.concatenate([reg.scalars(part) for part in accs]), reg.scalars(first)
         slots = _slots(smem[0], len(x)) if smem else [None] * len(x)
-        groups = [range(first, first + 4) for first in range(0, len(x), 4)]
-        load = lambda some: [[reg.constant(0.0)] * 4 if slots[i] is None else _load4(slots[i]) for i in some]
-        following = load(groups[0])
+        groups = [range(i, i + 4) for i in range(0, len(x), 4)]
+
+        def load(i):
+            if i < len(there):
+                return there[i].flat
+            return [reg.constant(0.0)] * 4 if slots[i] is None else _load4(slots[i])
+
+        following = [load(i) for i in groups[0]]
         for some, later in zip(groups, (*groups[1:], ()), strict=True):
-            before, following = following, load(later)  # a group ahead of its use
+            before, following = following, [load(i) for i in later]  # a group ahead of its use
             for i, four in zip(some, before, strict=True):
                 for (half, e), t in zip(np.ndindex(2, 2), four, strict=True):
                     x[i, half, e] = math.fma(t, a[half], arith.mulf(x[i, half, e], b[half]))
-                if keep:
+                if keep and i >= len(there):
                     _store4(list(x[i].flat), slots[i])
-        return () if keep else tuple(reg.value(part) for part in np.split(x, count))
+        return (reg.value(x[: len(there)]),) if keep else tuple(reg.value(part) for part in np.split(x, count))
 
-    return run(tuple(acc), old, new, *refs)
+    return run(tuple(acc), held, old, new, *refs)
 
 
 def _of_row(ref: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from types import SimpleNamespace
 
@@ -12,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from bridges import bars, process
+from bridges import bars, process, shown
 from bridges.vllm.bench import compare, steps
 from bridges.vllm.bench.command import engine
 from bridges.vllm.bench.workload import Workload, checkpoint
@@ -96,8 +97,10 @@ class _Engine:
 def test_engines_are_timed_in_turns_so_that_a_drift_of_the_host_cancels():
     asked: list = []
     engines = {"stock": _Engine("stock", 2.0, asked), "isojax": _Engine("isojax", 1.0, asked)}
-    work = Workload("tiny", steps=((1, 8), (4, 8)), requests=3)
-    found = compare.measure(engines, work, lambda _: None)
+    work, said = Workload("tiny", steps=((1, 8), (4, 8)), requests=3), list[str]()
+    found = compare.measure(engines, work, said.append)
+    ratio = r"0\.\d+ \(0\.\d+ to 0\.\d+\)"  # of a run that is cut off later, this is what is left
+    assert re.fullmatch(f"decode step, 1 x 8 {ratio}; prompts and first token, 1 x 8 {ratio}", said[1])
     turns = [name for name, what in asked if what == "step"]
     assert len(turns) == 2 * 2 * compare.SURE[0]  # a drift alone leaves no doubt about the ratio
     assert all({a, b} == {"stock", "isojax"} for a, b in zip(turns[::2], turns[1::2], strict=True))
@@ -207,6 +210,22 @@ def test_a_side_answers_questions_until_it_is_left(tmp_path, monkeypatch):
         with process.Asked("ours", ["toyside", "isojax"], tmp_path / "log") as side:
             side.answer()
             side.answer()  # to a question that nobody asked
+
+
+def test_a_failure_gives_the_cause_that_another_process_logged(tmp_path):
+    log = tmp_path / "log"
+    cause = ["(EngineCore pid=7) ERROR 01-01 ValueError: Free memory (58.3 GiB) is less than desired"]
+    log.write_text("\n".join([*["INFO loading"] * 50, *cause, *["traceback of the parent"] * 20, "see above"]))
+    said = str(process.failed("ours", "ended with code 1", log))
+    assert "Free memory (58.3 GiB)" in said and said.endswith("see above") and "loading" not in said
+    log.write_text("one line")
+    assert str(process.failed("ours", "ended with code 1", log)).endswith("ends:\none line")
+
+
+def test_without_a_terminal_progress_is_a_line_for_each_thing_said(capsys):
+    with shown.running("engine") as say:
+        say("start of stock")
+    assert capsys.readouterr().err == "engine: start of stock\n"
 
 
 def side(name: str, step: float, tokens: float) -> dict:
