@@ -124,6 +124,8 @@ def test_turns_go_on_while_a_ratio_is_in_doubt(monkeypatch):
     assert compare.SURE[0] < stock["repeats"] <= compare.TURNS[1]
     low, ratio, high = compare.by_turns(stock["step_turns_ms"], ours["step_turns_ms"])
     assert low < ratio < high and low < 0.9 < high
+    far = compare.measure({"stock": ask(1.0), "isojax": ask(0.4)}, work, lambda _: None)
+    assert far["stock"]["steps"][0]["repeats"] == compare.SURE[0]  # 0.6 at most, whatever the noise
     monkeypatch.setattr(compare, "MOST_S", 0.0)  # and no longer than that
     found = compare.measure({"stock": ask(1.0), "isojax": ask(0.9)}, work, lambda _: None)
     assert found["stock"]["steps"][0]["repeats"] == compare.TURNS[0]
