@@ -146,6 +146,7 @@ def test_noise_is_no_verdict():
     ours["steps"][0]["step_turns_ms"] = [1.8, 4.0, 12.0]
     table = compare.rows(dict(stock=stock, isojax=ours))
     assert (table[0]["ratio"], table[0]["interval"], table[0]["bar"]) == (1.0, "0.900 to 1.200", "<= 1.05: in doubt")
+    assert table[0]["quickest"] == 0.933  # 1.8 to 4.0 and 2.0 to 4.0, a tenth of the turns each
     assert bars.unmet(table) == "in doubt: decode step, 1 x 128, ms"
 
 
