@@ -38,9 +38,8 @@ def failed(name: str, how: str, log: Path) -> IsoError:
     """What to raise, with the end of the log, and before it what a process behind it gave as the cause."""
     lines = log.read_text(errors="replace").splitlines()
     causes = [line for line in lines[:-TAIL] if CAUSE in line][-TAIL:]
-    said = "".join(f"{line}\n" for line in causes) + ("...\n" if causes else "")
-    end = "\n".join(lines[-TAIL:])
-    return IsoError(f"{name} {how}; its log {log} ends:\n{said}{end}")
+    says = "says:\n" + "\n".join(causes) + "\nand ends" if causes else "ends"
+    return IsoError(f"{name} {how}; its log {log} {says}:\n" + "\n".join(lines[-TAIL:]))
 
 
 class Asked:

@@ -18,12 +18,11 @@ def running(what: str) -> Iterator[Callable[[str], None]]:
 
     Where standard error is no terminal, a line for each thing said: what a run that was cut off had come to.
     """
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not sys.stderr.isatty():
         yield lambda text: print(f"{what}: {text}", file=sys.stderr, flush=True)
         return
     columns = (SpinnerColumn(), *Progress.get_default_columns(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda text: bar.update(task, description=text)
 

@@ -197,7 +197,7 @@ def tune(
 ) -> None:
     """Measure tiles on this GPU and write the fastest of those whose bits a gate finds equal to the default's.
 
-    Exit code 1 if a shape failed: the others are written, and what failed is named.
+    Exit code 1 if a shape failed: the others are written, and what failed is named. Ctrl-C writes what was measured.
     """
     from rich.progress import track
 
@@ -207,12 +207,24 @@ def tune(
     chosen = search.jobs(region or search.REGIONS, match)
     room.require_sm90("tune on the GPU that the table is for")
     search.check(out)
-    found = list(track(search.tune(chosen, workers), "tune", len(chosen), console=Console(stderr=True), transient=True))
+    found: list[search.Found] = []
+    interrupted = False
+    try:
+        for f in track(search.tune(chosen, workers), "tune", len(chosen), console=Console(stderr=True), transient=True):
+            found.append(f)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        interrupted = True  # what was measured took minutes of a GPU
     path = search.write(found, out)
     _show([search.shown(f) for f in found], f"wrote {path}", as_json)
     failed = [f for f in found if f.failure]
     for f in failed:
         print(f"isojax: not written: {f.job.name}: {f.failure}", file=sys.stderr)
+    if interrupted:
+        done = f"{len(found)} of {len(chosen)} shapes were measured and are written"
+        print(f"isojax: interrupted: {done}; the others are as they were; --match names some", file=sys.stderr)
+        raise typer.Exit(130)
     if failed:
         raise typer.Exit(1)
 

@@ -41,8 +41,9 @@ def check(vllm_config: Any, arch: str) -> None:
     if cache.cache_dtype != "auto" and str(model.dtype) != f"torch.{cache.cache_dtype}":
         _refuse("kv_cache_dtype", cache.cache_dtype, f"the model's dtype, {model.dtype}", "use auto")
     block = cache.block_size
-    if KV_TILE % block and block % KV_TILE:
-        _refuse("block_size", block, f"a divisor or multiple of {KV_TILE}", "use 16, 32 or 64")
+    if (KV_TILE % block and block % KV_TILE) or (arch == "sm90" and block < 16):
+        least = ", 16 at least" if arch == "sm90" else ""
+        _refuse("block_size", block, f"a divisor or multiple of {KV_TILE}{least}", "use 16, 32 or 64")
     if model.runner_type != "generate":
         _refuse("runner", model.runner_type, "generate", "use vLLM's own architecture for pooling")
     if model.enable_prompt_embeds:

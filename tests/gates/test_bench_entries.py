@@ -32,6 +32,7 @@ ROWWISE = (  # small enough for float32 on a CPU; products and attention meet th
 @pytest.mark.parametrize("name", BENCHED)
 def test_kernel_supports_the_shapes(name):
     region = lookup(name)
+    assert region.bench is not None
     cases = region.bench()
     assert cases and len({c.name for c in cases}) == len(cases)
     for c in cases:
@@ -48,6 +49,7 @@ def test_kernel_supports_the_shapes(name):
 def test_peer_computes_the_same(name):
     """A peer that did less work would flatter us. With fewer rows; bf16 peers round more often than we do."""
     region = lookup(name)
+    assert region.bench is not None
     case = region.bench()[0]
     fewer = {16384: 16, 151936: 64, 40960: 64}  # rows, vocabulary, positions
     small = [

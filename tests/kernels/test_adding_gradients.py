@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import compiles, interpret, reference, spec
+from jax.core import ShapedArray
 
 from isojax.errors import Unsupported
 from isojax.kernel_plan import Allocate, Copy, kernel_plan
@@ -93,7 +93,7 @@ def test_head_adds_also_where_a_chunk_reaches_past_the_vocabulary(tile):
 )
 def test_written_where_it_lies_without_spills(region, args, statics):
     bound, kw = region.bind(args, statics)
-    plan = kernel_plan(region, [jax.core.ShapedArray(a.shape, a.dtype) for a in bound], kw)
+    plan = kernel_plan(region, [ShapedArray(a.shape, a.dtype) for a in bound], kw)
     assert not any(isinstance(op, Copy) for op in plan.ops)
     made = [plan.buffers[op.out].shape for op in plan.ops if isinstance(op, Allocate)]
     assert args[-1].shape not in made, "no second buffer of the weight's size"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -98,13 +100,14 @@ def test_decoding_fewer_rows_than_the_batch_is_padded_to():
     args, statics = batch(lens, (1, 1), 2, 1, 64, page=128, tile=1)
     want = run(decode, args, statics)
     q, kv, table, cu_q, lens, work = args
+    assert table is not None
     padded = (
         np.concatenate([q, np.full((5, *q.shape[1:]), np.nan, q.dtype)]),
         kv,
         np.pad(table, ((0, 5), (0, 6))),
         np.pad(cu_q, (0, 5), mode="edge"),
         np.pad(lens, (0, 5)),
-        np.concatenate([work[:2], np.tile(np.int32([[-1, 0]]), (5, 1))]),
+        np.concatenate([work[:2], np.tile(np.asarray([[-1, 0]], np.int32), (5, 1))]),
     )
     got = run(decode, padded, statics)
     assert [g.tobytes() for g in got] == [w.tobytes() for w in want]
@@ -144,6 +147,43 @@ def test_tuning_of_prefill_changes_no_bits():
     for tuning in (tune(turns=False), tune(grid=1), tune(grid=3, width=1)):
         got = run(prefill, args, statics, tuning=tuning)
         assert [g.tobytes() for g in got] == [w.tobytes() for w in want], tuning
+
+
+@pytest.mark.parametrize(
+    "lens,heads,d,tunings",
+    [
+        ((1537, 769, 100, 768), 2, 128, ({}, {"held": 8}, {"held": 128, "grid": 1})),  # opens a third; a second; in one
+        ((900, 1, 1536), 1, 64, ({"grid": 1}, {"held": 64, "turns": False})),  # ends within a second; with it
+    ],
+)
+def test_partitions_of_many_rows_have_the_bits_of_decoding(lens, heads, d, tunings):
+    """Another kernel, which folds partitions column by column: whatever of the sum of all is held in registers."""
+    rows = (1,) * len(lens)
+    one, statics = batch(lens, rows, heads, 1, d, page=128, tile=1)
+    q, kv, table, *_ = one
+    assert table is not None
+    kv[table[0, 0], 3, 0, d + 5] = np.inf
+    kv[table[-1, 0], 0, 0, 7] = np.nan
+    want = run(decode, one, statics)
+    (_, _, _, *lists), tall = batch(lens, rows, heads, 1, d, page=128)
+    many = (np.concatenate([q, np.full((64 - len(lens), heads, d), np.nan, q.dtype)]), kv, table, *lists)
+    assert any(np.isnan(w.astype(np.float32)).any() for w in want)
+    for tuning in tunings:
+        got = run(prefill, many, tall, tuning=kernel_prefill_sm90.Tuning(**tuning))
+        assert [g.tobytes() for g in got] == [w.tobytes() for w in want], tuning
+
+
+def test_registers_are_no_more_than_launched():
+    """One more, and a GPU waits forever."""
+    shape = lambda page, d, group: Shape(256, 8 * group, 8, d, tile_rows("sm90", group), page, 4096, 16)
+    for page, d, group in itertools.product((0, 16, 32, 64, 128, 256), (64, 128), (1, 2, 8)):
+        s = shape(page, d, group)
+        few, many = kernel_prefill_sm90.registers(s)
+        assert few + kernel_prefill_sm90.WARPGROUPS * many <= 3 * 168 and few % 8 == many % 8 == 0
+        assert 24 <= few and many <= 240 and kernel_prefill_sm90.held_of(s) % 8 == 0
+    for held in (-8, 44):
+        with pytest.raises(ValueError, match="in eights"):
+            kernel_prefill_sm90.Tuning(held=held)
 
 
 def test_every_program_is_dealt_once():

@@ -38,6 +38,12 @@ def test_compiles_without_spills(heads, kv_heads, d):
     assert len(compiles(CORE, *specs(heads, kv_heads, d, page=16, tile=1, rows=16))) == 2
 
 
+@pytest.mark.parametrize("heads,kv_heads", ((8, 8), (4, 1), (2, 1), (2, 2)))
+def test_groups_of_few_heads_compile_without_spills(heads, kv_heads):
+    """Pages of 16 leave the fewest registers; a rank of a model may have one or two KV heads."""
+    compiles(CORE, *specs(heads, kv_heads, 128, page=16))
+
+
 def test_the_largest_page_compiles():
     """Pages of 16 are compiled above, for every model."""
     compiles(CORE, *specs(16, 8, 128, page=128))
@@ -56,6 +62,7 @@ def test_fingerprint_is_the_same_elsewhere():
         ({"tile": 21}, "tile 21"),
         ({"rows": 32, "tile": 16}, "32 query rows"),
         ({"page": 20}, "pages of 20"),
+        ({"page": 8}, "pages of 8"),
     ],
 )
 def test_unsupported_names_the_limit(change, named):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import compiles, fingerprint_elsewhere, interpret, reference, spec, ulps
+from jax.core import ShapedArray
 
 from isojax.batch import bucket
 from isojax.errors import Unsupported
@@ -234,7 +234,7 @@ def test_operands_need_no_copy():
     from isojax.kernel_plan import Launch, kernel_plan
 
     args, kw = ROW.bind((spec((64, 2048)), spec((2048, 2048))), {})
-    ops = kernel_plan(ROW, [jax.core.ShapedArray(a.shape, a.dtype) for a in args], kw).ops
+    ops = kernel_plan(ROW, [ShapedArray(a.shape, a.dtype) for a in args], kw).ops
     assert [type(o) for o in ops] == [Launch]
 
 

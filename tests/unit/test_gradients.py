@@ -155,5 +155,6 @@ def test_zero_centred_gamma_reaches_the_gradient():
     out = rms(ex, ew + 1)
     out.backward(torch.tensor(np.asarray(jnp.asarray(ct, jnp.float32), np.float64)))
     assert relative(np.asarray(y, np.float64), out.detach().numpy()) < 1e-5
+    assert ex.grad is not None and ew.grad is not None
     assert relative(np.asarray(dx, np.float64), ex.grad.numpy()) < 1e-4
     assert relative(np.asarray(dw, np.float64), ew.grad.numpy()) < 1e-4

@@ -205,6 +205,7 @@ def test_a_kept_plan_is_the_plan_with_machine_code(folder, name, avals, statics)
         pytest.skip(str(e))
     kept = precompile.kept(call, now)
     plain = kernel_plan.kernel_plan(region, bound, kw)
+    assert kept is not None
     assert kept == made and kept.buffers == plain.buffers and kept.returns == plain.returns
     for ours, theirs in zip(kept.launches(), plain.launches(), strict=True):
         assert isinstance(ours.module, aot.Binary) and ours.module.cubin[:4] == b"\x7fELF"
@@ -338,7 +339,9 @@ def test_constants_and_fills_survive_a_file():
     plan = kernel_plan.KernelPlan("a.b", 0, buffers, ops, (1, 2))
     back = plan_file.load(plan_file.dump(plan))
     assert back.ops[0] == ops[0] and back.ops[2:] == ops[2:] and back.buffers == buffers and back.returns == (1, 2)
-    assert np.array_equal(back.ops[1].data, ops[1].data) and back.ops[1].fresh and back.ops[1].data.dtype == np.int32
+    constant = back.ops[1]
+    assert isinstance(constant, kernel_plan.Constant)
+    assert np.array_equal(constant.data, ops[1].data) and constant.fresh and constant.data.dtype == np.int32
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Tracing: what a program may hold, and what is refused by name and source line."""
 
 import inspect
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +91,9 @@ def test_fan_adds_gradients_in_a_region():
 
 
 def config(**kw):
-    base = dict(family="qwen3", vocab=64, hidden=64, intermediate=64, layers=2, heads=4, kv_heads=2, head_dim=16)
-    return DenseConfig(**(base | dict(eps=1e-6, positions=64, tied=True, qk_norm=True) | kw))
+    base: dict[str, Any] = dict(family="qwen3", vocab=64, hidden=64, intermediate=64, layers=2, heads=4, kv_heads=2)
+    base |= dict(head_dim=16, eps=1e-6, positions=64, tied=True, qk_norm=True)
+    return DenseConfig(**(base | kw))
 
 
 def test_a_whole_model_traces_to_regions_and_movement():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.core import ShapedArray
 from jaxtyping import Array, Float
 
 from isojax.errors import RegionError, Unsupported
@@ -11,20 +12,28 @@ from isojax.region import REGISTRY, forget, load_shipped
 from isojax.region import region as define
 
 load_shipped()
+
+
+def canonical(name):
+    calls = REGISTRY[name].canonical
+    assert calls is not None, f"{name} has no canonical calls"
+    return calls()
+
+
 STATED = sorted(name for name, r in REGISTRY.items() if r.shape_rule is not None)
-CALLS = [(name, i) for name in STATED for i in range(len(REGISTRY[name].canonical()))]
+CALLS = [(name, i) for name in STATED for i in range(len(canonical(name)))]
 
 
 def shaped(x, dtype):
     floating = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != jnp.float32
-    return jax.core.ShapedArray(x.shape, dtype if floating else x.dtype)
+    return ShapedArray(x.shape, dtype if floating else x.dtype)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name, i", CALLS)
 def test_stated_shapes_are_those_of_the_reference(name, i, dtype):
     region = REGISTRY[name]
-    call = region.canonical()[i]
+    call = canonical(name)[i]
     args, statics = region.bind(call.args, call.statics)
     avals = tuple(shaped(a, dtype) for a in args)
     stated = region.out_avals(avals, statics)
@@ -64,9 +73,9 @@ def called(region, args, present, statics):
 @pytest.mark.parametrize("name", ["norms.add_rms", "residual.add", "linear.column"])
 def test_stated_shapes_of_operands_of_two_kinds(name):
     region = REGISTRY[name]
-    call = region.canonical()[0]
+    call = canonical(name)[0]
     args, statics = region.bind(call.args, call.statics)
-    avals = tuple(jax.core.ShapedArray(a.shape, "float32" if i else "bfloat16") for i, a in enumerate(args))
+    avals = tuple(ShapedArray(a.shape, "float32" if i else "bfloat16") for i, a in enumerate(args))
     assert region.out_avals(avals, statics) == region.traced_shapes(avals, tuple(statics.items()))
 
 

@@ -16,7 +16,7 @@ from isojax.pallas_kernels.linear.tiles import Tiles, misfit
 from isojax.region import lookup
 from isojax.tuning import search
 from isojax.tuning.search import Found, Job, jobs, merge
-from isojax.tuning.table import Choice, Entry, Table, TableError, dump, load
+from isojax.tuning.table import Choice, Entry, Shape, Table, TableError, dump, load
 
 JOB = Job("linear.row", 64, 128, 8, 64)
 SMALL = Tiles(64, 32, 16, (1, 1), split=2)
@@ -24,7 +24,7 @@ SMALL = Tiles(64, 32, 16, (1, 1), split=2)
 
 def entry(rows=64, tiles=SMALL, job=JOB, us=1.0):
     choice = Choice(**dataclasses.asdict(tiles))
-    return Entry(region=job.region, shape=job.shape, rows=rows, choice=choice, us=us, rule_us=2.0)
+    return Entry(region=job.region, shape=Shape(**job.shape), rows=rows, choice=choice, us=us, rule_us=2.0)
 
 
 def made(*entries, device="NVIDIA H200"):
@@ -221,6 +221,23 @@ def test_the_command_names_what_failed(tmp_path, monkeypatch, capsys):
         cli.main()
     assert f"not written: {lost.job.name}: boom" in capsys.readouterr().err
     assert load(tmp_path / "t.json").entries == (entry(),)
+
+
+def test_ctrl_c_writes_what_was_measured(tmp_path, monkeypatch, capsys):
+    from isojax import cli, doctor
+
+    def interrupted(*_):
+        yield found(entry=entry())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "require_sm90", lambda *_: None)
+    monkeypatch.setattr(tuning, "installed", lambda: "NVIDIA H200")
+    monkeypatch.setattr(search, "tune", interrupted)
+    monkeypatch.setattr("sys.argv", ["isojax", "tune", "linear.column", "--out", str(tmp_path / "t.json")])
+    with pytest.raises(SystemExit, match="130"):
+        cli.main()
+    assert load(tmp_path / "t.json").entries == (entry(),)
+    assert "interrupted: 1 of " in capsys.readouterr().err
 
 
 def test_what_could_not_be_written_is_refused_before_it_is_measured(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
             raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
         for side, turns in taken.items():
             found[side]["steps"].append(_step(count, length, [turns[i] for i in whole]))
-        if len(engines) == len(SIDES):  # said at once: a run that is cut off later leaves this
+        if len(engines) == len(SIDES):  # a run that is cut off later leaves this in its log
             ratios = _step_ratios(*(found[side]["steps"][-1] for side in SIDES))
             say("; ".join(f"{what} {ratio:.3f} ({low:.3f} to {high:.3f})" for what, _, low, ratio, high in ratios))
     if work.requests:

@@ -16,7 +16,8 @@ from isojax.model.config import DenseConfig
 
 SEQUENCES = 256  # that an engine runs at once
 CHECKED, CHECKED_NEW = (1, 17, 64, 300), 16  # prompt lengths that are compared with the reference, and new tokens
-# Share of the GPU of each engine: there are two, and besides it each takes graphs and a context (stock 8B: 18.6 GiB).
+# Share of the GPU of each of the two engines. Each takes more than its share, for graphs and a context: stock's of 8B
+# 18.6 GiB more, so that of an H200 a share of 0.45 leaves no room for ours.
 UTILIZATION, MOST = 0.40, 0.45
 BATCH_PROMPT, BATCH_NEW = 1024, 256  # at most, of the continuous batch
 

@@ -27,7 +27,7 @@ def supports(q, kv, table, cu_q, lens, work, *, scale, tile):
         raise refuse(f"tile {tile}", str(TILES), "take it from attn.work.tile_rows('sm90', group)")
     if tile == 1 and table is None:
         raise refuse("tile 1 over the batch's own keys", "pages", "take tile_rows('sm90', group)")
-    if table is not None and kv.shape[1] % 8:
+    if table is not None and kv.shape[1] % 16:  # shorter ones, which no gate runs, take more addresses than registers
         raise refuse(f"pages of {kv.shape[1]} tokens", "16, 32, 64, 128, ...", "change block_size")
     least = max(min(tile, ROWS), CHUNK if table is None else 1, -(-DECODE_HEADS // heads) if tile == 1 else 1)
     if t < least:

@@ -2,8 +2,8 @@
 
 Each of the two owns 64 MMA rows. While one tile's weights meet the values on the tensor cores, the next tile's scores
 are already there and go through the softmax; the two warpgroups take turns in handing products to the tensor cores.
-At the end of a partition its sum goes to shared memory, where the sum of all partitions waits: it is needed once in
-a partition, and two sums would not fit the registers.
+At the end of a partition its sum joins that of all partitions, which waits in shared memory but for its first columns:
+it is needed once in a partition, and two sums would not fit the registers.
 
 A block stays on its multiprocessor and computes one program after another: the next program's q, keys and values are
 on their way while this one's results leave.
@@ -41,7 +41,11 @@ class Tuning:
     turns: bool = True  # the warpgroups take turns
     grid: int = SMS  # thread blocks that share the programs
     width: int = 0  # an item's programs side by side; 0: what `width_of` takes
-    held: int = 48  # columns of the sum of all partitions that stay in registers
+    held: int = 0  # columns of the sum of all partitions that stay in registers; 0: what `held_of` takes
+
+    def __post_init__(self) -> None:
+        if self.held < 0 or self.held % 8:
+            raise ValueError(f"held={self.held}: give columns in eights, or 0 for the default")
 
 
 def prefill(q, kv, table, cu_q, lens, work, *, scale: float, shape: Shape, tuning: Tuning = Tuning()):
@@ -125,7 +129,13 @@ def _kernel(s: Shape, scale: float, tuning: Tuning):
 def registers(s: Shape) -> tuple[int, int]:
     """Of a thread of the producer, which needs them for the addresses of a tile's chunks, and of the consumers."""
     few = 40 if s.keys // s.chunk <= tiles.TOGETHER else 56
-    return few, (REGISTERS - few) // 2
+    return few, (REGISTERS - few) // WARPGROUPS
+
+
+def held_of(s: Shape) -> int:
+    """Columns of the sum of all partitions that the consumers' registers hold without spilling anything else."""
+    _, many = registers(s)
+    return 48 if many >= 232 else 24
 
 
 def _each(s: Shape, work, block, grid: int, tuning: Tuning, run: Callable[..., jax.Array]) -> jax.Array:
@@ -270,8 +280,8 @@ class Consumer:
     def _close(self, j, part: softmax.Running):
         """Where tile j opens a partition: the factors of the sum of all before it, and of the last one's.
 
-        part: the state before tile j. This is done while tile j's scores are on their way, a tile before `_rebase`
-        needs it: there the tensor cores would wait.
+        part: the state before tile j, which is not the request's first: `ends` holds the sum of all. This is done while
+        tile j's scores are on their way, a tile before `_rebase` needs it: there the tensor cores would wait.
         """
 
         def close():
@@ -317,7 +327,8 @@ class Consumer:
         self._release_keys(zero)
         start = softmax.start()
         p, state, alpha = softmax.weigh(self._seen(scores, zero), start, self.scale, zero == 0)
-        held, factors = wg.zeros(self.tuning.held), (wg.full_row(0.0), wg.full_row(0.0))
+        columns = min(self.tuning.held or held_of(s), s.head_dim)
+        held, factors = wg.zeros(columns), (wg.full_row(0.0), wg.full_row(0.0))
         carry = (wg.narrow(p), softmax.nothing(s.head_dim), state, held, factors, alpha)
         p, acc, state, held, factors, alpha = lax.fori_loop(i32(1), count, self._step, carry)
         acc, held = self._rebase(last, acc, alpha, held, factors)

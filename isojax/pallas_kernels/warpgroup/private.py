@@ -73,7 +73,7 @@ def fold(
     """
     count, n = len(acc), held.shape[1]
     if interpreting():
-        before = jnp.zeros((count, 64, 64)) if sums is None else sums[...].reshape(count, 64, 64)
+        before = jnp.zeros((count, 64, 64), jnp.float32) if sums is None else sums[...].reshape(count, 64, 64)
         total = jnp.concatenate([held, jnp.concatenate(list(before), 1)[:, n:]], 1)
         both = total * old[:, None] + jnp.concatenate(list(acc), 1) * new[:, None]
         panels = tuple(jnp.split(both, count, 1))

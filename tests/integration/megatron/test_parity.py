@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -13,7 +15,7 @@ from isojax.runtime import Reference
 from tests.integration import models
 from tests.integration.megatron.conftest import bits, differing, unpacked, unpadded
 
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+FULL: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 @pytest.mark.parametrize("family", models.FAMILIES)

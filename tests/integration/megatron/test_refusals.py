@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -142,7 +143,8 @@ def test_a_processor_no_contract_covers(cases):
     tokens, labels, mask = padded(c.sequences[:2])
     foreign = lambda *, hidden_states, **_: hidden_states.sum()
     trainer(tokens, None, mask, labels=labels, output_processor=foreign)
-    trainer.adapter = object()
+    installed: Any = object()
+    trainer.adapter = installed
     with pytest.raises(Unsupported, match="no contract covers"):
         trainer(tokens, None, mask, labels=labels, output_processor=foreign)
     trainer(tokens, None, mask, labels=labels, output_processor=LogProbs(trainer.runtime, "trainer_fwd"))

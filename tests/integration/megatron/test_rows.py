@@ -32,6 +32,7 @@ def test_pack_and_unpack_are_each_others_inverse_and_transpose(lens, slot, whole
     assert torch.equal(back[real], x[real]) and not back[~real].any()
     ct = torch.randn_like(back)
     back.backward(ct)
+    assert x.grad is not None
     assert torch.equal(x.grad[real], ct[real]) and not x.grad[~real].any()
 
 

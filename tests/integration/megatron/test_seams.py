@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def of_modules(config, params):
     layers = [module_layer_spec(config.qk_norm)] * config.layers
     mixed = GPTModel(
         transformer_config(config, use_te_activation_func=True),
-        TransformerBlockSubmodules(layer_specs=layers, layer_norm=IsoRMSNorm),
+        TransformerBlockSubmodules(layer_specs=layers, layer_norm=IsoRMSNorm),  # pyright: ignore[reportArgumentType]
         vocab_size=config.vocab,
         max_sequence_length=config.positions,
         position_embedding_type="rope",
@@ -87,8 +88,8 @@ def test_single_modules_in_megatrons_own_layer(cases):
     grads = []
     for m in (mixed, peer):
         m(tokens, positions, causal, labels=labels).mean().backward()
-        grads.append(weights.names(config, stock=m is peer))
-        grads[-1] = {ours: m.get_parameter(theirs).grad for ours, theirs in grads[-1].items()}
+        named = weights.names(config, stock=m is peer)
+        grads.append({ours: m.get_parameter(theirs).grad for ours, theirs in named.items()})
     assert all((grads[0][n] - grads[1][n]).norm() < 2e-5 * grads[1][n].norm() for n in grads[1])
 
 
@@ -161,14 +162,15 @@ def test_a_region_plugged_into_a_stock_spec(cases):
     for x, weight, y in seen:
         again = region_op("norms.rms")(x.reshape(-1, 256), weight, eps=config.layernorm_epsilon).reshape(x.shape)
         assert (bits(y) == bits(again)).all()
-    assert m.decoder.layers[0].input_layernorm.weight.grad.abs().sum() > 0
+    grad = m.get_parameter("decoder.layers.0.input_layernorm.weight").grad
+    assert grad is not None and grad.abs().sum() > 0
 
 
 def test_plug_finds_nested_modules_and_names_what_there_is():
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
     new = plug.plug(spec, "mlp.linear_fc2", norm_call)
     assert new.submodules.mlp.keywords["submodules"].linear_fc2.__name__ == "PluggedRowParallelLinear"
     assert spec.submodules.mlp.keywords["submodules"].linear_fc2.__name__ == "RowParallelLinear"
@@ -187,6 +189,7 @@ def test_the_contract_is_installed_before_the_first_forward(cases):
     c = cases("qwen3")
     held = profile.build("dense", "cpu")
     trainer = model.build(c.config, c.params, contract=held, identities=held.identities.plain())
+    assert trainer.adapter is not None
     install, handshake = trainer.adapter.ledger.records
     pairs = {(region, case) for region, case in install.data["regions"]}
     assert pairs == {(r, c) for r in trainer.runtime.regions() for c in ("trainer_fwd", "trainer_score")}

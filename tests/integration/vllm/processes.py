@@ -6,11 +6,24 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bridges.vllm import engine_args
 from bridges.vllm.tap import by_request
 
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
 NEW = 12
+
+
+def logprobs(completion: CompletionOutput) -> list[float]:
+    """Of the tokens that were sampled."""
+    picked = []
+    for token, entries in zip(completion.token_ids, completion.logprobs or [], strict=True):
+        assert entries is not None
+        picked.append(entries[token].logprob)
+    return picked
 
 
 def main(checkpoint: str, given: str, out: str) -> None:
@@ -28,9 +41,7 @@ def main(checkpoint: str, given: str, out: str) -> None:
     answers = [
         {
             "tokens": list(o.outputs[0].token_ids),
-            "logprobs": [
-                e[t].logprob for t, e in zip(o.outputs[0].token_ids, o.outputs[0].logprobs or [], strict=True)
-            ],
+            "logprobs": logprobs(o.outputs[0]),
             "rows": rows[o.request_id],
         }
         for o in outs

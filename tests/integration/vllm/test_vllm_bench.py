@@ -126,6 +126,8 @@ def test_turns_go_on_while_a_ratio_is_in_doubt(monkeypatch):
     assert low < ratio < high and low < 0.9 < high
     far = compare.measure({"stock": ask(1.0), "isojax": ask(0.4)}, work, lambda _: None)
     assert far["stock"]["steps"][0]["repeats"] == compare.SURE[0]  # 0.6 at most, whatever the noise
+    far = compare.measure({"stock": ask(1.0), "isojax": ask(2.0)}, work, lambda _: None)
+    assert far["stock"]["steps"][0]["repeats"] == compare.SURE[0]  # 1.33 at least
     monkeypatch.setattr(compare, "MOST_S", 0.0)  # and no longer than that
     found = compare.measure({"stock": ask(1.0), "isojax": ask(0.9)}, work, lambda _: None)
     assert found["stock"]["steps"][0]["repeats"] == compare.TURNS[0]

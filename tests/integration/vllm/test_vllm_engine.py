@@ -203,4 +203,6 @@ def test_vllms_own_tensors_never_move(engine, asked, want, monkeypatch):
 def test_the_contract_is_installed(engine, contract):
     import contract as contracts
 
-    assert engine.llm.collective_rpc("iso_identities") == [contracts.load(contract).identities.plain()]
+    identities = contracts.load(contract).identities
+    assert identities is not None
+    assert engine.llm.collective_rpc("iso_identities") == [identities.plain()]

@@ -90,6 +90,12 @@ def test_float32_is_refused_on_a_gpu():
         supported.check(config(model_config__dtype=torch.float32), "sm90")
 
 
+def test_short_blocks_are_refused_on_a_gpu():
+    supported.check(config(cache_config__block_size=8), "cpu")
+    with pytest.raises(ConfigError, match="vLLM option block_size = 8 .*16 at least"):
+        supported.check(config(cache_config__block_size=8), "sm90")
+
+
 # -- step buffers ---------------------------------------------------------------------------------------------------
 QUERY, CONTEXT, PAGE, GROUP = [1, 20, 3], [40, 20, 35], 16, 2
 
@@ -107,7 +113,7 @@ def common(padded: int | None = None, requests: int | None = None):
         num_reqs=requests,
         positions=pad(plain.positions[:n].astype(np.int64), padded, 5),
         slot_mapping=pad(plain.slots[:n].astype(np.int64), padded, -1),
-        seq_lens_cpu_upper_bound=pad(np.int32(CONTEXT), requests, 0),
+        seq_lens_cpu_upper_bound=pad(np.asarray(CONTEXT, np.int32), requests, 0),
         block_table_tensor=pad(table, requests, 0),
         query_start_loc_cpu=pad(starts, requests + 1, n),
         max_query_len=max(QUERY),
@@ -357,7 +363,7 @@ def test_the_contract_is_optional():
 
 def test_the_contract_covers_the_engine(dense):
     installed = adapter.install(under(dense), profile.ENGINE, "cpu")
-    assert installed.identities == contracts.load(dense).identities
+    assert installed is not None and installed.identities == contracts.load(dense).identities
 
 
 def test_an_uncovered_region_an_unclaimed_degree_and_other_identities_are_refused(dense):
@@ -367,7 +373,9 @@ def test_an_uncovered_region_an_unclaimed_degree_and_other_identities_are_refuse
     two.parallel_config.tensor_parallel_size = 2
     with pytest.raises(contracts.AdapterRefusal, match="tp"):
         adapter.install(two, profile.ENGINE, "cpu")
-    other = contracts.load(dense).identities.plain() | {"numerical_policy": "0" * 64}
+    identities = contracts.load(dense).identities
+    assert identities is not None
+    other = identities.plain() | {"numerical_policy": "0" * 64}
     with pytest.raises(contracts.AdapterRefusal, match="numerical_policy"):
         adapter.install(under(dense, identities=other), profile.ENGINE, "cpu")
 
@@ -430,7 +438,7 @@ def test_plug():
     assert torch.equal(model["b"](torch.zeros(2)), torch.full((2,), 2.0))
     with pytest.raises(InputError, match="matches 'layers.*'"):
         plug("layers.*", lambda module, x: x)(model)
-    model["a"].do_not_compile = False
+    model["a"].do_not_compile = False  # pyright: ignore[reportArgumentType]  torch's type: tensors and modules only
     with pytest.raises(Unavailable, match="enforce_eager=True"):
         plug("b", lambda module, x: x)(model)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -186,7 +187,8 @@ def test_distance():
 
 
 def test_times_by_rounds():
-    assert by_rounds([[n] for n in (1.0, 2.0, 3.0, 4.0, 5.0)]) == [Timing(3.0, pytest.approx(2 / 3), 5, 1.0)]
+    spread: Any = pytest.approx(2 / 3)
+    assert by_rounds([[n] for n in (1.0, 2.0, 3.0, 4.0, 5.0)]) == [Timing(3.0, spread, 5, 1.0)]
     clocks = (1.0, 1.0, 1.0, 1.2, 1.2, 1.2)  # of two kinds, and a round in which they changed
     ours, peer = by_rounds([[10 * c, 9 * c] for c in clocks] + [[10.0, 9 * 1.2]])
     assert ours.us == 10.0 and peer.us == pytest.approx(9 * 1.2)  # medians of different clocks

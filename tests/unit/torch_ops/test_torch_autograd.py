@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import pytest
 import torch
@@ -54,7 +56,7 @@ def test_gradients_have_the_bits_of_jit():
     assert same(outs, jax.jit(layer)(*args))
     assert [seen[i].dtype for i in range(5)] == [torch.bfloat16] * 2 + [torch.float32] * 3
     assert all(bits(seen[i]) == bits(g) for i, g in enumerate(grads))
-    assert all(x.grad.dtype is torch.bfloat16 for x in flat)
+    assert all(x.grad is not None and x.grad.dtype is torch.bfloat16 for x in flat)
     assert fn.backward.strided_operands == 0
 
 
@@ -102,8 +104,8 @@ def test_only_what_backward_reads_is_kept():
     flat = tensors(random(SPECS))
     weights = {x.data_ptr() for x in flat[2:]}
     outs = fn(*flat)
-    saved = outs[0].grad_fn.saved_tensors
-    assert weights <= {s.data_ptr() for s in saved}, "weights are kept as they are, not copied"
+    node: Any = outs[0].grad_fn  # of a Function: torch's type is that of every node
+    assert weights <= {s.data_ptr() for s in node.saved_tensors}, "weights are kept as they are, not copied"
 
 
 def test_expanded_cotangents():
@@ -141,6 +143,7 @@ def test_gradients_are_added_to_buffers_inside_their_regions():
     apart = gradients({})
     held = {i: start[i].clone() for i in (2, 3, 4)}
     offered = gradients(held)
+    assert fn.adding is not None
     program, added = fn.adding
     assert [fn.diff[g] for g in added] == [3, 4], "both linears' weights; a norm's gradient has no such region"
     assert len(program.program.inputs) == len(fn.backward.program.inputs) + 2

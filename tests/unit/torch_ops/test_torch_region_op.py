@@ -51,6 +51,7 @@ def test_gradients_have_the_bits_of_jax():
     pull = lambda x, w, ct: jax.vjp(lookup("linear.column"), x, w)[1](ct)
     dx, dw = jax.jit(pull)(jax_of(x), jax_of(w), jax_of(ct))
     assert bits(x.grad) == bits(dx)
+    assert w.grad is not None
     assert dw.dtype == jnp.float32 and torch.equal(w.grad, torch_of(dw).bfloat16())
 
 
@@ -62,6 +63,7 @@ def test_gradients_of_absent_and_integer_operands():
     q, kv = prep(qkv, None, q_norm, None, rope, torch.arange(5), kv_heads=1, head_dim=16, eps=1e-6)
     assert q.shape == (5, 2, 16) and kv.shape == (5, 1, 32)
     q.float().sum().backward()  # kv gets no gradient: zeros
+    assert qkv.grad is not None and q_norm.grad is not None
     assert qkv.grad.shape == qkv.shape and q_norm.grad.shape == (16,)
 
 

@@ -15,6 +15,8 @@ from isojax.program import trace
 
 rank, size, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+world = dist.group.WORLD
+assert world is not None
 mesh = AbstractMesh((size,), ("tp",), axis_types=(AxisType.Auto,))
 
 
@@ -33,7 +35,7 @@ def local(x):
 every = P("tp")
 sharded = jax.shard_map(local, mesh=mesh, in_specs=every, out_specs=(*[every] * 5, P()), check_vma=False)
 program = trace(sharded, jax.ShapeDtypeStruct((3 * size, 8), jnp.bfloat16))
-compiled = compile_program(program, arch="cpu", groups={"tp": dist.group.WORLD})
+compiled = compile_program(program, arch="cpu", groups={"tp": world})
 
 whole = torch.randn(3 * size, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
 whole.view(torch.int16)[0, 0] = 0x7FA1  # a NaN with a payload: bytes move, values are not touched
