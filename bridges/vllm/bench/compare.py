@@ -87,13 +87,11 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
                 break
             for side in list(engines)[:: 1 if turn % 2 else -1]:
                 taken[side].append(engines[side].ask("step", count, length, turn))
-        whole = [
-            i for i in range(len(next(iter(taken.values())))) if all(turns[i]["decode"] for turns in taken.values())
-        ]
-        if not whole:
+        turns = _whole(list(taken.values()))
+        if not turns:
             raise IsoError(f"no two steps in a row ran {count} sequences; raise --decode")
-        for side, turns in taken.items():
-            found[side]["steps"].append(_step(count, length, [turns[i] for i in whole]))
+        for side, own in zip(taken, zip(*turns, strict=True), strict=True):
+            found[side]["steps"].append(_step(count, length, own))
         if len(engines) == len(SIDES):  # a run that is cut off later leaves this in its log
             ratios = _step_ratios(*(found[side]["steps"][-1] for side in SIDES))
             say("; ".join(f"{what} {ratio:.3f} ({low:.3f} to {high:.3f})" for what, _, low, ratio, high in ratios))
@@ -110,7 +108,12 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
     return found
 
 
-def _step(count: int, length: int, turns: list[dict[str, Any]]) -> dict[str, Any]:
+def _whole(sides: Sequence[Sequence[dict[str, Any]]]) -> list[tuple[dict[str, Any], ...]]:
+    """The turns, an item a side, in which every side ran a decode step."""
+    return [t for t in zip(*sides, strict=True) if all(own["decode"] for own in t)]
+
+
+def _step(count: int, length: int, turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """ms of the prompts with their first token, and of a decode step: medians, quartile spreads, and each turn's."""
     row: dict[str, Any] = dict(sequences=count, prompt=length, repeats=len(turns))
     for what, taken in (("prefill", [[t["prefill"]] for t in turns]), ("step", [t["decode"] for t in turns])):
@@ -142,7 +145,7 @@ def by_turns(stock: Sequence[float], ours: Sequence[float]) -> tuple[float, floa
 
 def _sure(sides: list[list[dict[str, Any]]]) -> bool:
     """Whether both ratios of a kind of step, of prompts and of decode steps, are known well enough."""
-    turns = [t for t in zip(*sides, strict=True) if all(side["decode"] for side in t)]
+    turns = _whole(sides)
     if len(turns) < SURE[0]:
         return False
     if len(sides) < 2:
@@ -171,7 +174,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def rows(found: dict[str, Any]) -> list[dict[str, Any]]:
     """Table rows: what, stock, isojax, ratio (ours over stock, in time), the interval that it lies in, and the bar.
 
-    quickest: the ratio of the quickest tenths of turns, which is what the two take where nothing disturbs the host.
+    quickest: the ratio of the quickest tenths of turns, which a busy host disturbs least. No bar asks for it.
     """
     stock, ours = found["stock"], found["isojax"]
     table = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -302,6 +303,14 @@ def test_a_process_that_fails_shows_the_end_of_its_log(tmp_path, monkeypatch):
 def test_two_runs_do_not_share_a_folder(tmp_path):
     with compare._alone(tmp_path), pytest.raises(InputError, match="another .*--folder"):
         compare.run(Workload("tiny"), tmp_path, print)
+
+
+def test_the_command_asks_for_what_a_workload_has_by_default():
+    asked = {p.name: p.default for p in inspect.signature(engine).parameters.values()}
+    work = Workload()
+    for name in ("model", "layers", "decode", "requests", "check", "context", "utilization"):
+        assert asked[name] == getattr(work, name), name
+    assert asked["steps"] == ",".join(f"{count}x{length}" for count, length in work.steps)
 
 
 def test_bad_pairs_are_one_sentence():
