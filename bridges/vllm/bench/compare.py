@@ -25,9 +25,9 @@ SIDES = ("stock", "isojax")
 BAR = 1.05  # our time, or memory, over stock's
 START_BARS = {"cold": 90, "warm": 10}  # s, of compiling all kernels
 TURNS = 4, 100  # of a kind of step, at least and at most; both even, so that each engine comes first as often
-MOST_S = 40.0  # of it, for each engine
+MOST_S = 30.0  # of it, for each engine
 SURE = 8, 0.04  # turns from which they may end where a ratio's interval is no wider than that part of it
-FAR = 0.10  # or where all of the interval is that far from the bar: there more turns would decide nothing
+FAR = 0.02  # or where all of the interval is that far from the bar: there more turns would decide nothing
 
 
 def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[str, ...] = SIDES) -> dict[str, Any]:
@@ -93,8 +93,10 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
         for side, own in zip(taken, zip(*turns, strict=True), strict=True):
             found[side]["steps"].append(_step(count, length, own))
         if len(engines) == len(SIDES):  # a run that is cut off later leaves this in its log
-            ratios = _step_ratios(*(found[side]["steps"][-1] for side in SIDES))
-            say("; ".join(f"{what} {ratio:.3f} ({low:.3f} to {high:.3f})" for what, _, low, ratio, high in ratios))
+            stock, ours = (found[side]["steps"][-1] for side in SIDES)
+            for what, kind, low, ratio, high in _step_ratios(stock, ours):
+                times = f"{stock[f'{kind}_ms']:.4g} and {ours[f'{kind}_ms']:.4g} ms"
+                say(f"{what}: {times}, {ratio:.3f} ({low:.3f} to {high:.3f})")
     if work.requests:
         say(f"{work.requests} requests")
         took = [

@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn import bwd_tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.bwd_tiles_sm90 import (
     CONSUMERS,
@@ -69,7 +70,7 @@ def key_gradients(s: Shape, scale: float, stages: int):
                     for c, part in enumerate((*dk, *dv)):
                         here.at[:, pl.ds(c * PANEL, PANEL)][...] = part
 
-    return plgpu.kernel(
+    return chained.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(out_shape, bf16 if whole else f32),
         grid=(s.items, s.kv_heads * s.chains),
@@ -268,7 +269,7 @@ def fold(s: Shape):
 
             tiles.store_rows(copy, lax.max(at.length - first, i32(0)))
 
-    return plgpu.kernel(
+    return chained.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((s.tokens, s.kv_heads, 2 * s.head_dim), bf16),
         grid=(s.items, s.kv_heads, CONSUMERS),
