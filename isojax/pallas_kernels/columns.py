@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
+from isojax.pallas_kernels.interpretable import await_previous
 from isojax.schedule import padded
 
 f32 = jnp.float32
@@ -36,7 +36,8 @@ def partials(chunks: int, n: int) -> jax.ShapeDtypeStruct:
 def add_chunks(*sums: tuple[jax.Array, int]) -> list[jax.Array]:
     """Of each pair ([C, N] fp32, how many of its rows count) the sum [N].
 
-    N is a multiple of 32, C as `partials` has it. One launch for all, which starts while the kernel before it ends.
+    N is a multiple of 32, C as `partials` has it. One launch for all, which starts while the kernel before it ends if
+    that one calls interpretable.let_next_start.
     """
     shapes = [(p.shape[1], chunks) for p, chunks in sums]
     groups = [padded(-(-chunks // GROUP), WARPS) for _, chunks in shapes]
@@ -46,6 +47,7 @@ def add_chunks(*sums: tuple[jax.Array, int]) -> list[jax.Array]:
     def body(*refs):
         partials, outs, (kept, done) = refs[: len(sums)], refs[len(sums) : -2], refs[-2:]
         tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
+        await_previous()
 
         def add(k):
             chunks, cols = shapes[k][1], pl.ds((tile - starts[k]) * COLUMNS, COLUMNS)
@@ -73,7 +75,7 @@ def add_chunks(*sums: tuple[jax.Array, int]) -> list[jax.Array]:
             pl.when((tile >= starts[k]) & (tile < starts[k + 1]))(functools.partial(add, k))
 
     return list(
-        chained.kernel(
+        plgpu.kernel(
             body,
             out_type=tuple(jax.ShapeDtypeStruct((n,), f32) for n, _ in shapes),
             scratch_types=(plgpu.SMEM((max(groups), COLUMNS), f32), plgpu.Barrier(num_arrivals=warpgroups)),

@@ -14,7 +14,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn import bwd_tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.bwd_tiles_sm90 import (
     CONSUMERS,
@@ -70,7 +69,7 @@ def key_gradients(s: Shape, scale: float, stages: int):
                     for c, part in enumerate((*dk, *dv)):
                         here.at[:, pl.ds(c * PANEL, PANEL)][...] = part
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(out_shape, bf16 if whole else f32),
         grid=(s.items, s.kv_heads * s.chains),
@@ -269,7 +268,7 @@ def fold(s: Shape):
 
             tiles.store_rows(copy, lax.max(at.length - first, i32(0)))
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((s.tokens, s.kv_heads, 2 * s.head_dim), bf16),
         grid=(s.items, s.kv_heads, CONSUMERS),

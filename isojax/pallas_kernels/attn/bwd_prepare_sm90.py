@@ -10,7 +10,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn.bwd_tiles_sm90 import PANEL, TILE, Shape, f32, i32, span
 
 TOKENS = 16  # of one program
@@ -86,7 +85,7 @@ def prepare(s: Shape):
                     stats[h, kind, 0, rows] = value
                     stats[h, kind, 1, pl.ds(rows.start + 1, TOKENS)] = value
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(s.stats, f32), jax.ShapeDtypeStruct((s.items, 2), i32)),
         grid=(levels + s.tokens // TOKENS * parts,),

@@ -11,7 +11,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn import bwd_tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.bwd_tiles_sm90 import (
     CONSUMERS,
@@ -50,7 +49,7 @@ def query_gradients(s: Shape, scale: float, keys: int, stages: int):
             pl.when(wg == CONSUMERS)(lambda: walk.produce(q, kv, ct))
             pl.when(wg < CONSUMERS)(lambda: walk.store(wg, walk.consume(wg, stats), dq))
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((s.tokens, s.q_heads, s.head_dim), bf16),
         grid=(s.items, s.q_heads),

@@ -21,13 +21,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.attn import softmax_sm90 as softmax
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
 from isojax.pallas_kernels.attn.tiles_sm90 import Rows, Shape
 from isojax.pallas_kernels.chip import SMS
-from isojax.pallas_kernels.interpretable import panels, views
+from isojax.pallas_kernels.interpretable import await_previous, let_next_start, panels, views
 from isojax.schedule import padded
 
 i32, f32 = jnp.int32, jnp.float32
@@ -152,6 +151,7 @@ def _partials(s: Shape, scale: float, tuning: Tuning):
 
     def body(q, kv, cu_q, lens, work, table, sums, ends, *, q_smem, kv_smem, q_ready, ready):
         program, there = lax.axis_index("program"), cu_q[cu_q.shape[0] - 1]  # the work list names one row an item
+        let_next_start()  # the fold: its start is hidden behind this kernel
         splits = splits_there(s, there, tuning.programs)
         unit, split = lax.div(program, splits), lax.rem(program, splits)
         item, block = lax.div(unit, i32(s.blocks)), lax.rem(unit, i32(s.blocks))
@@ -172,7 +172,7 @@ def _partials(s: Shape, scale: float, tuning: Tuning):
 
                 _stream(walk, kv, table, tile, q_ready, Ring(kv_smem, ready), scale, put)
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((*lead, heads, s.head_dim), f32),
@@ -267,13 +267,11 @@ def _folded(s: Shape):
     def body(sums, ends, cu_q, lens, work, out, lse, *, sums_smem, ends_smem, ready):
         item, block, unit = (lax.axis_index(name) for name in ("item", "block", "unit"))
 
-        pl.when(work[item, 0] < 0)(chained.begin)  # no grid ends before the one ahead of it
-
         @pl.when(work[item, 0] >= 0)
         def _():
             rows = tiles.locate(s, cu_q, lens, work, item, block)
             count = _finished(rows)
-            chained.begin()  # the states are written; what was read before is older than that kernel
+            await_previous()  # for the states
 
             def bring(b) -> None:
                 @pl.when(b * BATCH < count)

@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels import warpgroup as wg
 from isojax.pallas_kernels.attn import softmax_sm90 as softmax
 from isojax.pallas_kernels.attn import tiles_sm90 as tiles
@@ -97,7 +96,7 @@ def _kernel(s: Shape, scale: float, tuning: Tuning):
             plgpu.wait_smem_to_gmem(0)
 
     staging = (WARPGROUPS, 2 * s.panels, 64, 64)  # the bytes of a warpgroup's sums; half of them are used
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((s.tokens, s.q_heads * s.head_dim), jnp.bfloat16),

@@ -17,12 +17,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Heads, f32
 from isojax.pallas_kernels.attn.reference import whole_heads
 from isojax.pallas_kernels.columns import add_chunks, partials
 from isojax.pallas_kernels.fused import fma
+from isojax.pallas_kernels.interpretable import let_next_start
 
 TILES = 4  # 16-token tiles whose gradients are added before they leave the chip: part of the order, not tunable
 MOST_TOKENS = 1 << 17  # add_chunks's sums have to fit in the shared memory of one block
@@ -142,6 +142,8 @@ def prep_bwd(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, h
                 fetch(i + stages)
 
         lax.fori_loop(0, heads, head, None)
+        if present:
+            let_next_start()
 
     blocks = count // tokens
     q_rows, k_rows = blocks * h.kv_heads * h.group, blocks * h.kv_heads
@@ -156,7 +158,7 @@ def prep_bwd(qkv, bias, q_norm, k_norm, rope, positions, dq, dkv, *, kv_heads, h
         plgpu.SMEM((stages, tokens, h.dim), qkv.dtype, transforms=tiled),
         plgpu.Barrier(num_arrivals=1, num_barriers=stages),
     )
-    dqkv, *sums = chained.kernel(
+    dqkv, *sums = plgpu.kernel(
         attn_prep_bwd,
         out_type=(jax.ShapeDtypeStruct(qkv.shape, qkv.dtype), *[partials(*s) for s in shapes]),
         grid=(h.count // heads, blocks),

@@ -7,7 +7,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.attn import prep_heads_sm90 as walk
 from isojax.pallas_kernels.attn.prep_heads_sm90 import TOKENS, Block, f32
 from isojax.pallas_kernels.attn.reference import whole_heads
@@ -82,7 +81,7 @@ def prep(qkv, bias, q_norm, k_norm, rope, positions, *, kv_heads, head_dim, eps,
             angles = turns()
             lax.fori_loop(0, b.heads // b.warpgroups, lambda i, _: head(i, angles), None)
 
-    return chained.kernel(
+    return plgpu.kernel(
         attn_prep,
         out_type=(
             jax.ShapeDtypeStruct((tokens, h.kv_heads * h.group, h.dim), qkv.dtype),

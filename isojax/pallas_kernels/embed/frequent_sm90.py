@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
+from isojax.pallas_kernels.interpretable import await_previous, let_next_start
 from isojax.pallas_kernels.strips import THREADS
 
 f32, i32 = jnp.float32, jnp.int32
@@ -60,6 +60,8 @@ def add_frequent(order: jax.Array, ranked: jax.Array, ct: jax.Array, into: Any) 
     lanes = max(1, min(LANES, candidates))
 
     def embed_frequent(order, ranked, ct, grad, ring, full, empty):
+        await_previous()
+        let_next_start()
         cols, wg = pl.ds(lax.axis_index("piece") * THREADS, THREADS), lax.axis_index("wg")
 
         def fetch(start, end, used, batches):
@@ -122,7 +124,7 @@ def add_frequent(order: jax.Array, ranked: jax.Array, ct: jax.Array, into: Any) 
         pl.when((wg > 0) & (used >= wg))(lambda: plgpu.barrier_wait(empty.at[wg - 1]))
 
     out = () if adding else jax.ShapeDtypeStruct((into, columns), f32)
-    return chained.kernel(
+    return plgpu.kernel(
         embed_frequent,
         out_type=out,
         grid=(max(1, columns // THREADS), lanes),

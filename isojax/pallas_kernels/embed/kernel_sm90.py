@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.strips import check_rows, load, store, strips
 
 WIDEST = 4096  # elements of a strip: 64 bytes in flight per thread
@@ -26,4 +26,4 @@ def lookup(table, tokens):
             store(out.at[t], s, load(table.at[token], s))
 
     out = jax.ShapeDtypeStruct((rows, columns), table.dtype)
-    return chained.kernel(embed_lookup, out_type=out, grid=(rows,), grid_names=("row",))(table, tokens)
+    return plgpu.kernel(embed_lookup, out_type=out, grid=(rows,), grid_names=("row",))(table, tokens)

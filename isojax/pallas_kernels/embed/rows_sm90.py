@@ -84,7 +84,7 @@ def write_rows(order: jax.Array, ranked: jax.Array, ct: jax.Array, grad: Any) ->
         first = lax.axis_index("block") * ROWS
         rank = bound(ranked, i32(0), i32(n), lambda t: t < first)
         lax.fori_loop(0, ROWS, one, (rank, token_at(rank)))
-        await_previous()  # `frequent`, which writes other rows; all before it ended before this began (chained)
+        await_previous()
 
     plgpu.kernel(embed_lookup_bwd, out_type=(), grid=(-(-vocab // ROWS),), grid_names=("block",))(
         order, ranked, ct, grad
@@ -111,7 +111,7 @@ def add_rows(order: jax.Array, ranked: jax.Array, ct: jax.Array, grad: Any) -> N
                 def _(s=s):
                     store(grad.at[token], s, load(grad.at[token], s) + _sum(order, ranked, ct, start, token, s)[0])
 
-        await_previous()  # as above
+        await_previous()
 
     plgpu.kernel(embed_lookup_bwd, out_type=(), grid=(len(cut), n), grid_names=("part", "rank"))(
         order, ranked, ct, grad

@@ -21,7 +21,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf, vector
 
 from isojax._jax_internals import interpreting
-from isojax.pallas_kernels import chained
+from isojax.pallas_kernels.interpretable import await_previous, let_next_start
 from isojax.pallas_kernels.warpgroup import registers as reg
 
 f32, i32 = jnp.float32, jnp.int32
@@ -89,9 +89,10 @@ def sort_runs(tokens: jax.Array, run: int) -> tuple[jax.Array, jax.Array]:
             ranked[rank] = tokens[first + at]
 
         lax.fori_loop(0, POSITIONS // WARPGROUPS, place, None)
+        let_next_start()
 
     out = jax.ShapeDtypeStruct((n,), i32)
-    return chained.kernel(
+    return plgpu.kernel(
         embed_sort,
         out_type=(out, out),
         scratch_types=(plgpu.SMEM((WARPGROUPS, POSITIONS), i32), plgpu.Barrier(num_arrivals=WARPGROUPS)),
@@ -108,6 +109,8 @@ def merge(positions: jax.Array, tokens: jax.Array, run: int) -> tuple[jax.Array,
     runs = -(-n // run)
 
     def embed_merge(positions, tokens, order, ranked):
+        await_previous()
+        let_next_start()
         first = lax.axis_index("block") * KEYS
         if interpreting():
             for i in range(KEYS):
@@ -123,7 +126,7 @@ def merge(positions: jax.Array, tokens: jax.Array, run: int) -> tuple[jax.Array,
         _place(positions, tokens, order, ranked, first, n, run)
 
     out = jax.ShapeDtypeStruct((n,), i32)
-    return chained.kernel(
+    return plgpu.kernel(
         embed_merge,
         out_type=(out, out),
         grid=(n // KEYS,),

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.strips import THREADS, load, store, strips
 
 f32 = jnp.float32
@@ -49,5 +49,5 @@ def accumulate(*parts):
         pl.when(chunk == chunks - 1)(lambda: add(last))
 
     out = jax.ShapeDtypeStruct((n,), first.dtype)
-    run = chained.kernel(grad_accumulate, out_type=out, grid=(chunks,), grid_names=("chunk",))
+    run = plgpu.kernel(grad_accumulate, out_type=out, grid=(chunks,), grid_names=("chunk",))
     return run(*[p.reshape(n) for p in parts]).reshape(first.shape)

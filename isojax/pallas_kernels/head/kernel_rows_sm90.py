@@ -17,7 +17,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
 from isojax.errors import Unsupported
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.head import exchange_sm90, leaf_sm90
 from isojax.pallas_kernels.head.kernel_sm90 import check_vocab
 from isojax.pallas_kernels.head.lse import leaf_tiles
@@ -140,7 +139,7 @@ def logprob_rows(logits, inv_temperature):
 
     statistic = plgpu.SMEM(((1 + p.ahead) * p.leaves * pitch,), f32)
     slots = p.slots * p.warpgroups
-    return chained.kernel(
+    return plgpu.kernel(
         head_logprob_rows,
         out_type=(jax.ShapeDtypeStruct((n, vocab), f32), jax.ShapeDtypeStruct((n,), f32), *exchange_sm90.gmem(n)),
         scratch_types=(

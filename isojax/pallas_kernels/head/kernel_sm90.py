@@ -16,7 +16,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.head import lse as shared
 from isojax.pallas_kernels.head.lse import MASKED, ROW_LAYOUT, ROWS, leaf_tiles
 from isojax.pallas_kernels.linear import gemm, tiles
@@ -89,8 +88,7 @@ def product_stats(hidden, weight, targets, inv_temperature, emit_logits: bool, t
     stats = jax.ShapeDtypeStruct((LEAVES * each, n), f32)
     out = (stats, stats, stats) + ((jax.ShapeDtypeStruct((n, vocab), f32),) if emit_logits else ())
     s = gemm.scratch(t, 1, f32, wide)
-    ahead = gemm.weights_ahead(t, n, hidden.shape[1], locate)
-    return gemm.launch(body, out, t, items, s, ahead=ahead)(hidden, weight, targets, inv_temperature)
+    return gemm.launch(body, out, t, items, s)(hidden, weight, targets, inv_temperature)
 
 
 # -- step 2 -----------------------------------------------------------------------------------------------------------
@@ -126,7 +124,7 @@ def log_sum_exp(top, total):
                 [(rows_of(tops.at[i], 0), rows_of(totals.at[i], 0)) for i in range(LEAVES)]
             )
 
-    return chained.kernel(
+    return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((n,), f32),
         scratch_types=(
@@ -154,7 +152,7 @@ def subtract_picked(picked, targets, lse, vocab: int):
 
     n = targets.shape[0]
     out = jax.ShapeDtypeStruct((n,), f32)
-    return chained.kernel(body, out_type=out, grid=(n,), grid_names=("row",))(picked, targets, lse)
+    return plgpu.kernel(body, out_type=out, grid=(n,), grid_names=("row",))(picked, targets, lse)
 
 
 # -- the region -------------------------------------------------------------------------------------------------------

@@ -23,11 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax._jax_internals import interpreting
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.chip import SMS
-from isojax.pallas_kernels.linear.tiles import AHEAD, FEW, PRODUCER_REGISTERS, Tiles
-
-BOX = 256  # elements along an axis of a TMA copy, at most
+from isojax.pallas_kernels.linear.tiles import PRODUCER_REGISTERS, Tiles
 
 
 class Item(NamedTuple):
@@ -139,17 +136,9 @@ def scratch(
 
 
 def launch(
-    body: Callable[..., None],
-    out_type: Any,
-    t: Tiles,
-    items: int,
-    s: Scratch,
-    even: bool = False,
-    ahead: Callable[..., None] | None = None,
+    body: Callable[..., None], out_type: Any, t: Tiles, items: int, s: Scratch, even: bool = False
 ) -> Callable[..., Any]:
     """A persistent plgpu.kernel over `items` work items. body(*operands, *outputs, scratch).
-
-    ahead(*operands, *outputs): called first, while the kernel before this one may still run; it may prefetch, no more.
 
     even: the fewest blocks that need no more turns than one on every SM: as fast by count, and each has more power and
     bandwidth (0.5 to 2% measured on an H200 where products bind).
@@ -168,9 +157,6 @@ def launch(
     def with_scratch(*refs: Any, **kw: Any) -> None:
         for a, b in unions:
             kw[a], kw[b] = kw[a]
-        if ahead is not None:
-            ahead(*refs)
-        chained.begin()
         body(*refs, Scratch(**{**absent, **kw}))
 
     return plgpu.kernel(
@@ -202,27 +188,6 @@ def snake(t: Tiles, rows: int, cols: int) -> tuple[int, Callable[[Any], tuple[An
         return r, c
 
     return rows * cols, locate
-
-
-def weights_ahead(t: Tiles, rows: int, columns: int, locate: Callable[[Any], Item]) -> Callable[..., None] | None:
-    """What `launch` may do ahead of a product x [rows, columns] @ w.T: ask the L2 for the first of a block's weights.
-
-    That is right whoever writes w: what is written later is written in the L2. None for many rows, which weights do not
-    bind, and for tiles wider than a TMA box.
-    """
-    step = min(t.k, 64)
-    count = min(columns // step, AHEAD // (t.cols * step * 2))
-    if rows > FEW or t.cols > BOX or not count:
-        return None
-
-    def ahead(x: Any, w: Any, *_: Any) -> None:
-        @pl.when(lax.axis_index("wg") == t.warpgroups)
-        def _():
-            at = locate(lax.axis_index("block"))
-            fetch = lambda i, _: plgpu.async_prefetch(w.at[pl.ds(at.col, t.cols), pl.ds(at.depth + i * step, step)])
-            lax.fori_loop(0, opaque(count), fetch, None)
-
-    return ahead
 
 
 def opaque(n: int) -> jax.Array:

@@ -47,8 +47,7 @@ def chains(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype) ->
 
     out = jax.ShapeDtypeStruct((rows, n), out_dtype)
     s = gemm.scratch(t, leaves, out_dtype, gemm.chunk(t.n, n, out_dtype), halves=t.halves(k // leaves))
-    ahead = gemm.weights_ahead(t, rows, k, locate)
-    return gemm.launch(body, out, t, items, s, even=rows > FEW, ahead=ahead)(x, weight)
+    return gemm.launch(body, out, t, items, s, even=rows > FEW)(x, weight)
 
 
 def supports(region: str, x, weight, leaves: int = 1) -> None:

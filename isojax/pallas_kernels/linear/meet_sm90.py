@@ -83,8 +83,7 @@ def row(x: jax.Array, weight: jax.Array, t: Tiles, leaves: int, out_dtype: Any) 
     landed = every if interpreting() else plgpu.Barrier(num_arrivals=1, num_barriers=t.warpgroups)
     s = s._replace(meet=(land, landed, every))
     if not interpreting():
-        ahead = gemm.weights_ahead(t, rows, k // BLOCKS, locate)
-        return gemm.launch(body, out, t, items, s, ahead=ahead)(x, weight)
+        return gemm.launch(body, out, t, items, s)(x, weight)
     post = jax.ShapeDtypeStruct((BLOCKS, rows, n), jnp.float32)
     return gemm.launch(body, (out, post), t, items, s)(x, weight)[0]
 

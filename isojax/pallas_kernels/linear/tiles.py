@@ -19,7 +19,6 @@ PRODUCER_REGISTERS = 24  # of a producer thread; Hopper's least
 ADDRESSES = 16  # registers of a consumer thread that hold no accumulator, at least
 MOST_GROUPS = 3  # consumer warpgroups: a fifth warpgroup in all leaves each 96 registers, and none to hand over
 MAX_STAGES = 16
-AHEAD = 24 * 1024  # bytes of weights, at most, that a block asks the L2 for while the kernel before it ends
 FEW = 256  # rows up to which weights are streamed once, and bind
 MANY = 4096  # rows from which the last wave counts for little
 PAUSE = 80  # cycles that a step of many rows takes beside its products; measured on an H200

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.mlp.kernel_sm90 import sigmoid
 from isojax.pallas_kernels.strips import Strip, check_rows, load, store, strips
 
@@ -33,4 +33,4 @@ def swiglu_bwd(gate_up, ct):
             store(out.at[t], right, (c * gate * p).astype(out.dtype))
 
     out = jax.ShapeDtypeStruct(gate_up.shape, gate_up.dtype)
-    return chained.kernel(mlp_swiglu_bwd, out_type=out, grid=(rows,), grid_names=("row",))(gate_up, ct)
+    return plgpu.kernel(mlp_swiglu_bwd, out_type=out, grid=(rows,), grid_names=("row",))(gate_up, ct)

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.strips import Strip, apart, check_rows, load, store, strips
 from isojax.schedule import LOG2E
 
@@ -49,4 +49,4 @@ def swiglu(gate_up):
             pl.when(part == p)(functools.partial(all_of, mine))
 
     out = jax.ShapeDtypeStruct((rows, columns), gate_up.dtype)
-    return chained.kernel(mlp_swiglu, out_type=out, grid=(rows, len(parts)), grid_names=("row", "part"))(gate_up)
+    return plgpu.kernel(mlp_swiglu, out_type=out, grid=(rows, len(parts)), grid_names=("row", "part"))(gate_up)

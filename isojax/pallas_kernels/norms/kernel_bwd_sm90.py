@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from isojax.errors import Unsupported
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.columns import add_chunks, partials
+from isojax.pallas_kernels.interpretable import let_next_start
 from isojax.pallas_kernels.strips import check_rows, load, store, strips
 
 f32 = jnp.float32
@@ -104,13 +104,14 @@ def _gradients(name, x, weight, rstd, cts, zero_centered):
 
         dw = tuple(plgpu.layout_cast(jnp.zeros((s.width,), f32), s.layout) for s in cut)
         dw = lax.fori_loop(0, CHUNK, step, dw)
+        let_next_start()
         for d, s in zip(dw, cut, strict=True):
             store(partial.at[c], s, d)
 
     chunks = -(-rows // CHUNK)
     lines = (rows, columns // LINE, LINE)
     body.__name__ = name
-    dx, partial = chained.kernel(
+    dx, partial = plgpu.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct(x.shape, x.dtype), partials(chunks, columns)),
         scratch_types=(

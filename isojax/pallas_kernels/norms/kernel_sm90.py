@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.strips import check_rows, load, store, strips, total
 
 f32 = jnp.float32
@@ -41,7 +41,7 @@ def rms(x, weight, *, eps, zero_centered):
         _finish([load(x.at[t], s) for s in cut], cut, weight, y, rstd, t, eps, zero_centered)
 
     out = (jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((rows,), f32))
-    return chained.kernel(norms_rms, out_type=out, grid=(rows,), grid_names=("row",))(x, weight)
+    return plgpu.kernel(norms_rms, out_type=out, grid=(rows,), grid_names=("row",))(x, weight)
 
 
 def add_rms(x, delta, weight, *, eps, zero_centered):
@@ -58,4 +58,4 @@ def add_rms(x, delta, weight, *, eps, zero_centered):
 
     like = jax.ShapeDtypeStruct(x.shape, x.dtype)
     out = (like, like, jax.ShapeDtypeStruct((rows,), f32))
-    return chained.kernel(norms_add_rms, out_type=out, grid=(rows,), grid_names=("row",))(x, delta, weight)
+    return plgpu.kernel(norms_add_rms, out_type=out, grid=(rows,), grid_names=("row",))(x, delta, weight)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from isojax.pallas_kernels import chained
 from isojax.pallas_kernels.strips import check_rows, load, store, strips
 
 f32 = jnp.float32
@@ -27,4 +27,4 @@ def add(x, delta):
             store(h.at[t], s, (load(x.at[t], s).astype(f32) + load(delta.at[t], s).astype(f32)).astype(h.dtype))
 
     out = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return chained.kernel(residual_add, out_type=out, grid=(rows,), grid_names=("row",))(x, delta)
+    return plgpu.kernel(residual_add, out_type=out, grid=(rows,), grid_names=("row",))(x, delta)
