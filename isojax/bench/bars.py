@@ -1,9 +1,8 @@
 """The bars that kernels have to reach, as data, and their judgement.
 
 A bar asks two things of the cases that it covers: a geometric mean, and a smallest value that none may miss. The value
-is the peer's time over ours (`ratio`), or for kernels that only move memory the time of a device copy of as many bytes
-over ours (`of_copy`): no kernel reaches the bandwidth of a large copy with few bytes. A bar with one figure asks it of
-both.
+is the peer's time over ours (`ratio`), or the part of the copy bandwidth that is reached (`bandwidth`). A bar with one
+figure asks it of both.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Bar:
 
     title: str
     regions: tuple[str, ...]
-    kind: Literal["ratio", "of_copy"]
+    kind: Literal["ratio", "bandwidth"]
     mean: float
     each: float
     where: Mapping[str, Range] = field(default_factory=dict)
@@ -55,7 +54,7 @@ class Bar:
         return row.memory is not None and row.peer_memory is not None and row.memory <= self.memory * row.peer_memory
 
 
-def bar(title: str, regions: Sequence[str], kind: Literal["ratio", "of_copy"], least: float, **kw) -> Bar:
+def bar(title: str, regions: Sequence[str], kind: Literal["ratio", "bandwidth"], least: float, **kw) -> Bar:
     """A bar with one figure, for the mean and for each."""
     return Bar(title, tuple(regions), kind, least, least, **kw)
 
@@ -74,16 +73,16 @@ BARS = (
     bar("attention, causal, forward", ["attn.core"], "ratio", 0.90, where={"length": (1024, 32768)}, peer=FLASH),
     bar("attention, causal, backward", ["attn.core_bwd"], "ratio", 0.85, where={"length": (1024, 32768)}),
     bar("attention, paged decode", ["attn.core"], "ratio", 0.90, where={"sequences": (1, 256)}, peer=FLASH),
-    bar("norms", ["norms.rms", "norms.add_rms"], "of_copy", 0.85, where=BATCH),
-    bar("rope (attn.prep)", ["attn.prep"], "of_copy", 0.85, where=BATCH),
-    bar("swiglu", ["mlp.swiglu"], "of_copy", 0.85, where=BATCH),
-    bar("logprob of rows", ["head.logprob_rows"], "of_copy", 0.85, where={"M": (64, None)}),
+    bar("norms", ["norms.rms", "norms.add_rms"], "bandwidth", 0.85, where=BATCH),
+    bar("rope (attn.prep)", ["attn.prep"], "bandwidth", 0.85, where=BATCH),
+    bar("swiglu", ["mlp.swiglu"], "bandwidth", 0.85, where=BATCH),
+    bar("logprob of rows", ["head.logprob_rows"], "bandwidth", 0.85, where={"M": (64, None)}),
     bar("head.logprob, 8k x vocabulary", ["head.logprob"], "ratio", 1.0, where=BATCH, memory=0.05),
     bar("backward GEMMs", ["linear.dgrad", "linear.wgrad"], "ratio", 0.97, where=MANY),
     bar(
         "norms, rope, swiglu, embedding: backward",
         ["norms.rms_bwd", "norms.add_rms_bwd", "attn.prep_bwd", "mlp.swiglu_bwd", "embed.lookup_bwd"],
-        "of_copy",
+        "bandwidth",
         0.85,
         where=BATCH,
     ),

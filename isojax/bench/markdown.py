@@ -15,9 +15,9 @@ from isojax.errors import InputError
 
 BEGIN, END = "<!-- isojax bench kernels: begin -->", "<!-- isojax bench kernels: end -->"
 CELLS = (
-    "A cell: value (our microseconds, floor over them). A ratio is the peer's time over ours; where memory is only "
-    "moved the value is the time of a copy of as many bytes over ours (beside it: the part of the bandwidth of a 1 GiB "
-    "copy that is reached). The floor is the larger of bytes over copy bandwidth and FLOPs over the torch.mm rate."
+    "A cell: value (our microseconds, floor over them). A ratio is the peer's time over ours; a bandwidth is the part "
+    "of the measured copy bandwidth that is reached (beside it: the time of a copy of as many bytes, over ours); the "
+    "floor is the larger of bytes over copy bandwidth and FLOPs over the torch.mm rate."
 )
 
 
@@ -62,7 +62,7 @@ def table_of_bars(report: Report) -> str:
 
 def asks(v: Verdict) -> str:
     """What a bar asks, in words."""
-    b, what = v.bar, {"ratio": "of the peer", "of_copy": "of a copy of as many bytes"}[v.bar.kind]
+    b, what = v.bar, {"ratio": "of the peer", "bandwidth": "of copy bandwidth"}[v.bar.kind]
     least = f">= {b.mean:.2f} {what}" + (f", none < {b.each:.2f}" if b.each != b.mean else "")
     return least if b.memory is None else f"{least}, memory <= {b.memory:.0%} of the peer's"
 
@@ -97,6 +97,8 @@ def cell(section: Section, row: Row | None) -> str:
     shown = "-" if value is None else f"{value:.2f}"
     if state(row) == "missed":
         shown = f"**{shown}**"
+    if section.kind == "bandwidth" and row.of_copy is not None:  # whose value is the floor over ours already
+        return f"{shown} ({row.us:.1f}, {row.of_copy:.0%} of a copy)"
     return f"{shown} ({row.us:.1f}, {row.efficiency:.0%})"
 
 

@@ -64,4 +64,4 @@ def svg(section: Section) -> str:
 
 
 def _unit(section: Section) -> str:
-    return "part of copy bandwidth" if section.kind == "bandwidth" else section.measure
+    return section.measure if section.kind == "ratio" else "part of copy bandwidth"

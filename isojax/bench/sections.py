@@ -21,7 +21,7 @@ AXES = ("M", "length", "context")  # the first that a case has is its axis
 class Section:
     """lines: label -> size -> row. model: '' where the labels name it.
 
-    kind: what is judged or, where no bar holds, shown: ratio, of_copy, or bandwidth.
+    kind: what is judged or, where no bar holds, shown: ratio, or bandwidth.
     """
 
     region: str
@@ -46,12 +46,10 @@ class Section:
     def measure(self) -> str:
         """The kind, and for a ratio to what."""
         peers = {r.against for line in self.lines.values() for r in line.values() if r.against}
-        if self.kind == "ratio" and peers:
-            return f"ratio to {' or '.join(sorted(peers))}"
-        return {"of_copy": "a copy's time over ours"}.get(self.kind, self.kind)
+        return f"ratio to {' or '.join(sorted(peers))}" if self.kind == "ratio" and peers else self.kind
 
     def value(self, row: Row) -> float | None:
-        return getattr(row, self.kind)
+        return row.ratio if self.kind == "ratio" else row.bandwidth
 
 
 def axis_of(row: Row) -> str:

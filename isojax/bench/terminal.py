@@ -32,7 +32,7 @@ def _cases(report: Report, rows: list[Row] | tuple[Row, ...]) -> Table:
     number = lambda v, digits: "-" if v is None else f"{v:.{digits}f}"
     for r in rows:
         bar = covering(r)
-        asked = "" if bar is None else f"{bar.each:.2f}" + (" of a copy" if bar.kind == "of_copy" else "")
+        asked = "" if bar is None else f"{bar.each:.2f}" + (" bw" if bar.kind == "bandwidth" else "")
         cells = (number(r.us, 1), number(r.peer_us, 1), number(r.floor_us, 1), number(r.ratio, 2))
         verdict = "" if state(r) == "shown" else escape(r.error) or state(r)
         verdict += f" ({r.against})" if bar is not None and bar.peer not in ("", r.against) else ""
