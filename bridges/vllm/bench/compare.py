@@ -27,7 +27,7 @@ START_BARS = {"cold": 90, "warm": 10}  # s, of compiling all kernels
 TURNS = 4, 100  # of a kind of step, at least and at most; both even, so that each engine comes first as often
 MOST_S = 30.0  # of it, for each engine
 SURE = 8, 0.04  # turns from which they may end where a ratio's interval is no wider than that part of it
-FAR = 0.02  # or where all of the interval is that far from the bar: there more turns would decide nothing
+FAR = 0.10  # or where all of the interval is that far from the bar: there more turns would decide nothing
 
 
 def run(work: Workload, folder: Path, say: Callable[[str], None], sides: tuple[str, ...] = SIDES) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def measure(engines: Mapping[str, Any], work: Workload, say: Callable[[str], Non
         if len(engines) == len(SIDES):  # a run that is cut off later leaves this in its log
             stock, ours = (found[side]["steps"][-1] for side in SIDES)
             for what, kind, low, ratio, high in _step_ratios(stock, ours):
-                times = f"{stock[f'{kind}_ms']:.4g} and {ours[f'{kind}_ms']:.4g} ms"
-                say(f"{what}: {times}, {ratio:.3f} ({low:.3f} to {high:.3f})")
+                times = f"stock {stock[f'{kind}_ms']:.4g} ms, ours {ours[f'{kind}_ms']:.4g} ms"
+                say(f"{what}: {times}, ratio {ratio:.3f} ({low:.3f} to {high:.3f})")
     if work.requests:
         say(f"{work.requests} requests")
         took = [
